@@ -1,0 +1,1 @@
+"""The host side: stages, engine, store, training, and the agent that the console talks to. Never imports textual."""
