@@ -1,0 +1,234 @@
+"""The target's own answers to the demo's prompts, through a running SGLang server.
+
+`python -m backend.data.demo.generate --server URL --model DIR` writes `answers.jsonl`, one line per answer:
+`{"source", "id", "answer", "finish"}`. `id` is the content id of the prompt; the prompt's text stays in its package.
+`finish` is "stop", or "length" for an answer that met the token limit and so has no end of turn. Owns that file's
+format (writer and reader) and the journal that makes a broken run resumable; starts and stops no server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from backend.data.chat import ChatFormat
+from backend.data.demo.prompts import Package, Prompt, demo_prompts
+from backend.data.records import Message, Record, Unusable
+from backend.errors import OperatorError
+from backend.report import Reporter, Silent
+
+ANSWERS = Path(__file__).parent / "answers.jsonl"
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of the target; `id` is its prompt's content id."""
+
+    source: Package
+    id: str
+    answer: str
+    finish: Finish
+
+    @property
+    def message(self) -> Message:
+        """The answer as an assistant turn."""
+        return Message("assistant", self.answer, cut=self.finish == "length")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Greedy decoding, `concurrency` requests in flight, at most `max_new_tokens` an answer."""
+
+    max_new_tokens: int = 96
+    concurrency: int = 32
+    request_timeout_s: float = 600.0
+
+
+def read_answers(path: Path = ANSWERS) -> list[Answer]:
+    """The answers in `path`.
+
+    Raises:
+        OperatorError: the file is missing, or a line is not an answer.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise OperatorError(f"{path} is missing", fix="`make demo-data` writes it", reason="answers_missing") from error
+    answers = []
+    for number, line in enumerate(lines, 1):
+        try:
+            answers.append(Answer(**json.loads(line)))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise OperatorError(f"{path}:{number} is not an answer: {error}", fix="`make demo-data`") from error
+    return answers
+
+
+def generate(
+    server: str,
+    chat: ChatFormat,
+    out: Path = ANSWERS,
+    settings: Settings | None = None,
+    reporter: Reporter | None = None,
+) -> Counter[str]:
+    """Answer every demo prompt that neither `out` nor its journal answers yet, then write `out` in one piece.
+
+    Answers whose text does not tokenise back to the ids that the target produced are left out: trained on, they would
+    not be its own. Returns counts: ``stop``, ``length``, ``not_reproducible``, ``kept`` (from before).
+
+    Raises:
+        OperatorError: the server cannot be reached or refuses a request; what is answered stays in the journal.
+    """
+    settings = settings or Settings()
+    prompts = {prompt.id: prompt for prompt in demo_prompts()}
+    journal = out.with_name(out.name + ".journal")
+    known = {answer.id: answer for answer in _resume(out, journal) if answer.id in prompts}
+    counts: Counter[str] = Counter(kept=len(known))
+    missing = [prompt for key, prompt in prompts.items() if key not in known]
+    with journal.open("a", encoding="utf-8") as file:
+        for answer in asyncio.run(_answer_all(server, chat, missing, settings, file, counts, reporter or Silent())):
+            known[answer.id] = answer
+    partial = out.with_name(f"{out.name}.tmp.{os.getpid()}")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(_line(known[key]) for key in sorted(known))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(out)
+    journal.unlink()
+    return counts
+
+
+async def _answer_all(
+    server: str,
+    chat: ChatFormat,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    journal: Any,
+    counts: Counter[str],
+    reporter: Reporter,
+) -> list[Answer]:
+    gate = asyncio.Semaphore(settings.concurrency)
+    answers: list[Answer] = []
+
+    async def one(client: httpx.AsyncClient, prompt: Prompt) -> None:
+        prompt_ids = chat.prompt_ids(prompt.messages)
+        async with gate:
+            reply = await _request(client, server, prompt_ids, settings)
+        answer = _answer(chat, prompt, prompt_ids, reply)
+        if answer is None:
+            counts["not_reproducible"] += 1
+        else:
+            counts[answer.finish] += 1
+            answers.append(answer)
+            journal.write(_line(answer))
+            journal.flush()
+        reporter.progress(len(answers) + counts["not_reproducible"], len(prompts), "answers")
+
+    failure: OperatorError | None = None
+    try:
+        async with (
+            httpx.AsyncClient(timeout=settings.request_timeout_s, trust_env=False) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            for prompt in prompts:
+                group.create_task(one(client, prompt))
+    except* OperatorError as failed:
+        failure = next(error for error in failed.exceptions if isinstance(error, OperatorError))
+    if failure is not None:
+        raise failure
+    return answers
+
+
+async def _request(client: httpx.AsyncClient, server: str, ids: tuple[int, ...], settings: Settings) -> dict[str, Any]:
+    sampling = {"max_new_tokens": settings.max_new_tokens, "temperature": 0}
+    try:
+        reply = await client.post(f"{server}/generate", json={"input_ids": list(ids), "sampling_params": sampling})
+        reply.raise_for_status()
+    except httpx.HTTPError as error:
+        raise OperatorError(
+            f"{server} did not answer a prompt: {type(error).__name__} {error}",
+            fix="look at the server's log, start it again and repeat: answered prompts are kept",
+            reason="server_failed",
+        ) from error
+    body: dict[str, Any] = reply.json()
+    return body
+
+
+def _answer(chat: ChatFormat, prompt: Prompt, prompt_ids: tuple[int, ...], reply: dict[str, Any]) -> Answer | None:
+    """The reply as an answer; None where its text does not tokenise back to the same ids."""
+    finish = reply["meta_info"]["finish_reason"]["type"]
+    if finish not in ("stop", "length"):
+        raise OperatorError(
+            f"the server ended the answer to prompt {prompt.id} with {finish!r}", reason="server_failed"
+        )
+    output = tuple(reply["output_ids"])
+    end = chat.closing_ids[:1]
+    if output[-1:] == end:
+        # SGLang looks at the length first: an end of turn on the last token allowed is reported as "length".
+        finish, output = "stop", output[:-1]
+    text = chat.tokenizer.decode(output, clean_up_tokenization_spaces=False)
+    answer = Answer(prompt.package, prompt.id, text, finish)
+    if not text.strip():
+        return None
+    try:
+        again = chat.tokenise(Record((*prompt.messages, answer.message)))[0]
+    except Unusable:
+        return None
+    produced = prompt_ids + output + (end if finish == "stop" else ())
+    return answer if again.input_ids[: again.spans[-1][1]] == produced else None
+
+
+def _resume(out: Path, journal: Path) -> Iterator[Answer]:
+    """Answers of an earlier finished or broken run. A torn last line of the journal is an answer not given."""
+    if out.exists():
+        yield from read_answers(out)
+    if journal.exists():
+        for line in journal.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield Answer(**json.loads(line))
+
+
+def _line(answer: Answer) -> str:
+    return json.dumps(asdict(answer), ensure_ascii=False) + "\n"
+
+
+class _Stderr(Silent):
+    """Progress for the command line: a line every 20 answers."""
+
+    def progress(self, done: int, total: int, unit: str, **detail: float | int | str) -> None:
+        if done % 20 == 0 or done == total:
+            sys.stderr.write(f"{done}/{total} {unit}\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m backend.data.demo.generate", description="The target's answers.")
+    parser.add_argument("--server", required=True, help="base URL of the running server, e.g. http://127.0.0.1:31791")
+    parser.add_argument("--model", required=True, type=Path, help="the converted target (for its tokenizer)")
+    parser.add_argument("--out", type=Path, default=ANSWERS)
+    arguments = parser.parse_args(argv)
+    begun = time.monotonic()
+    try:
+        counts = generate(
+            arguments.server.rstrip("/"), ChatFormat.load(arguments.model), arguments.out, None, _Stderr()
+        )
+    except OperatorError as error:
+        sys.stderr.write(f"{error}\n")
+        return int(error.code)
+    sys.stdout.write(json.dumps({**counts, "seconds": round(time.monotonic() - begun, 1)}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

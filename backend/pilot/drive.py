@@ -1,0 +1,237 @@
+"""The pilot: one pipeline from its frozen plan to its end, stage by stage, on the host, whoever is watching.
+
+Holds the pipeline's lock and is the only writer of its events. Decides anew before every stage (so a pilot that was
+killed, or started twice, goes on from what the files say), asks consent of the frozen plan, starts attempts through the
+supervisor and follows them. A signal to the pilot never touches a stage: stopping is the agent's `stop`.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+from backend.config import Config
+from backend.errors import Exit, OperatorError
+from backend.pilot.consent import Consent
+from backend.pilot.decide import Decision, Selection, decide, material_of
+from backend.pilot.follow import Follower, forwarded_until
+from backend.pilot.history import History
+from backend.pilot.summary import summarise
+from backend.report import Silent
+from backend.runs.atomic import read_json
+from backend.runs.events import EventLog
+from backend.runs.fingerprint import digest
+from backend.runs.layout import Attempt, Home, Pipeline
+from backend.runs.locks import FileLock, Held
+from backend.runs.spec import write_spec
+from backend.runs.state import AttemptState
+from backend.runs.state import state as state_of
+from backend.runs.stop import stop
+from backend.runs.supervisor import start
+from backend.stages.base import Product, Service, Stage, StageContext
+from backend.stages.handover import OUTPUTS, read_failure, write_input
+from backend.stages.registry import STAGES, stage_named, stage_names
+from backend.stages.server import SERVER, stop_server
+
+
+class Interrupted(BaseException):
+    """SIGTERM or SIGINT reached the pilot: it leaves, the stages stay."""
+
+    def __init__(self, code: Exit) -> None:
+        self.code = code
+
+
+class Pilot:
+    """One run of one pipeline."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        plan = read_json(pipeline.plan)
+        if plan is None:
+            raise OperatorError(f"{pipeline.plan} is missing", fix="start pipelines with `eagle3-console --auto`")
+        self.pipeline = pipeline
+        self.name = str(plan["name"])
+        self.selection = Selection.from_json(plan["selection"])
+        self.consent = Consent.from_json(plan["consent"])
+        home = Home(pipeline.path.parents[1])
+        self.ctx = StageContext(Config.model_validate(plan["config"]), plan["python"], home, {}, Silent())
+        self.history = History(home)
+        self.log = EventLog(pipeline.events, pipe=pipeline.id)
+        self.results: dict[str, dict[str, Any]] = {}
+
+    def run(self) -> int:
+        """Drive to the end; returns the exit code that `--auto` shall have."""
+        lock = FileLock(self.pipeline.lock)
+        try:
+            lock.acquire({"what": "pilot"})
+        except Held as held:
+            raise OperatorError(
+                f"pipeline {self.pipeline.id} is driven already: {held.holder}", reason="held", code=Exit.CONTROL_HELD
+            ) from None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _interrupt)
+        began = time.monotonic()
+        self.log.emit("pipeline_started", {"name": self.name, "stages": stage_names()})
+        try:
+            self._stages()
+            code = Exit.OK
+        except Interrupted as leave:
+            return int(leave.code)
+        except OperatorError as error:
+            code = error.code
+            if error.reason == "needs_confirmation":
+                self.log.emit("needs_confirmation", error.as_json())
+        summary = summarise(self.ctx, self.results)
+        self.log.emit(
+            "pipeline_ended", {"code": int(code), "seconds": round(time.monotonic() - began, 1), "summary": summary}
+        )
+        return int(code)
+
+    def _stages(self) -> None:
+        for order, stage in enumerate(STAGES, 1):
+            decision = self._decide(stage)
+            if decision.action == "run":
+                self._run(stage, order, decision)
+            else:
+                if decision.product is not None:
+                    self._keep(stage.name, decision.product, "skipped")
+                event = {"skip": "stage_skipped"}.get(decision.action, "stage_not_needed")
+                self.log.emit(event, {"why": decision.why}, stage=stage.name)
+        self._leave()
+
+    def _leave(self) -> None:
+        """What stays when all is done: nothing, or the deployed server if it is to be kept."""
+        self._stop_service("launch", "nothing is left to extract")
+        if not self.ctx.config.deploy.keep:
+            self._stop_service("deploy", "the pipeline has ended and [deploy] keep = false")
+            return
+        current = self.pipeline.current("deploy")
+        if "bench" in self.results and current is not None and not state_of(current.path).alive:
+            deploy = stage_named("deploy")
+            self.log.emit("note", {"text": "bench took the deployed server's place: starting it again"}, stage="deploy")
+            self._run(deploy, stage_names().index("deploy") + 1, Decision("deploy", "run", "[deploy] keep = true"))
+
+    def _decide(self, stage: Stage) -> Decision:
+        decisions = decide(replace(self.ctx, products={}), self.selection, self.history)
+        return next(decision for decision in decisions if decision.stage == stage.name)
+
+    def _run(self, stage: Stage, order: int, decision: Decision) -> None:
+        ctx = self._context(stage)
+        current = self.pipeline.current(stage.name)
+        if current is not None and self._goes_on(stage, current):
+            self.log.emit("stage_started", self._where(current, "goes on"), stage=stage.name, att=current.number)
+        else:
+            plan = stage.plan(ctx)
+            if stage.severity and stage.severity >= 2 and not plan.effects:
+                self.log.emit("stage_skipped", {"why": "nothing to do"}, stage=stage.name)
+                return
+            missing = self.consent.missing(stage, plan)
+            if missing and plan.optional:
+                why = f"optional, and not consented: {'; '.join(plan.effects)} (add {' '.join(missing)})"
+                self.log.emit("stage_skipped", {"why": why}, stage=stage.name)
+                return
+            self.consent.require(stage, plan)
+            if stage.mode == "free":
+                self._free()
+            if current is not None:
+                self._clear(stage, current)
+            current = self._start(stage, order, ctx, decision)
+        self._follow(stage, current)
+
+    def _goes_on(self, stage: Stage, attempt: Attempt) -> bool:
+        """A living attempt is followed, not started again."""
+        return state_of(attempt.path).alive
+
+    def _clear(self, stage: Stage, attempt: Attempt) -> None:
+        """A supervisor that was killed may have left its job alive: end that before the next attempt."""
+        state = state_of(attempt.path)
+        if state.job_alive:
+            self.log.emit(
+                "warning",
+                {"text": f"attempt {attempt.number} lost its supervisor: ending what it left"},
+                stage=stage.name,
+            )
+            (stop_server if (attempt.path / SERVER).exists() else stop)(attempt.path)
+
+    def _start(self, stage: Stage, order: int, ctx: StageContext, decision: Decision) -> Attempt:
+        material = decision.material or material_of(stage, ctx)
+        attempt = self.pipeline.new_attempt(stage.name, order)
+        task = attempt
+        if isinstance(stage, Service):
+            stage.start(ctx, attempt.path)
+            ctx = replace(ctx, server=attempt.path)
+            task = Attempt(attempt.path / "proof").create()
+        write_input(task.path, ctx, digest(material), material)
+        self.log.emit("stage_started", self._where(attempt, "starts"), stage=stage.name, att=attempt.number)
+        self._spawn(stage.name, task)
+        return attempt
+
+    def _spawn(self, name: str, task: Attempt) -> None:
+        write_spec(
+            task.path,
+            argv=[self.ctx.python, "-m", "backend.stages", name, str(task.path)],
+            cwd=self.ctx.config.host.work,
+            gpu_lock=self.ctx.home.gpu_lock if name == "train" else None,
+        )
+        start(task.path)
+
+    def _follow(self, stage: Stage, attempt: Attempt) -> None:
+        task = Attempt(attempt.path / "proof") if isinstance(stage, Service) else attempt
+        if not task.exit.exists() and not task.proc.exists():
+            self._spawn(stage.name, task)  # the pilot before us was killed between the server and its proof
+        seen = forwarded_until(self.pipeline.events, stage.name, attempt.number)
+        state = Follower(task, stage.name, attempt.number, self.log, seen).until_end()
+        self._ended(stage, attempt, task, state)
+
+    def _ended(self, stage: Stage, attempt: Attempt, task: Attempt, state: AttemptState) -> None:
+        recorded = read_json(task.path / OUTPUTS)
+        seconds = round(state.seconds or 0.0, 1)
+        if state.state == "succeeded" and recorded is not None:
+            product = Product(stage.name, recorded["fingerprint"], recorded["outputs"], task.path)
+            self._keep(stage.name, product, "ran", seconds)
+            self.log.emit(
+                "stage_ended", {"state": "succeeded", "seconds": seconds}, stage=stage.name, att=attempt.number
+            )
+            return
+        error = read_failure(task.path) or OperatorError(
+            f"stage {stage.name} {state.describe()}",
+            fix=f"`eagle3-console logs {stage.name}` shows its end; run again to go on from what is done",
+            reason=state.reason or "killed",
+        )
+        self.results[stage.name] = {"state": state.state, "seconds": seconds, "error": error.what}
+        data = {"state": state.state, "seconds": seconds, **error.as_json()}
+        self.log.emit("stage_ended", data, stage=stage.name, att=attempt.number)
+        if stage.name in ("gate", "deploy"):
+            self._stop_service("launch" if stage.name == "gate" else "deploy", "it could not be proven")
+        raise error
+
+    def _keep(self, name: str, product: Product, how: str, seconds: float | None = None) -> None:
+        self.ctx = replace(self.ctx, products={**self.ctx.products, name: product})
+        self.results[name] = {"state": how, "seconds": seconds, "outputs": product.outputs}
+
+    def _context(self, stage: Stage) -> StageContext:
+        """The context for one stage: what is made so far, and the server it works with."""
+        serving = {"extract": "launch", "serve+draft": "deploy"}.get(stage.mode or "extract")
+        current = self.pipeline.current(serving) if serving else None
+        alive = current is not None and state_of(current.path).alive
+        return replace(self.ctx, server=current.path if current is not None and alive else None)
+
+    def _free(self) -> None:
+        """Stop our own servers before a stage that needs the GPUs."""
+        for name in ("launch", "deploy"):
+            self._stop_service(name, "the next stage needs its GPUs")
+
+    def _stop_service(self, name: str, why: str) -> None:
+        current = self.pipeline.current(name)
+        if current is None or not state_of(current.path).alive:
+            return
+        report = stop_server(current.path)
+        self.log.emit("service_stopped", {"why": why, "report": report.as_json()}, stage=name, att=current.number)
+
+    def _where(self, attempt: Attempt, action: str) -> dict[str, Any]:
+        return {"attempt": attempt.number, "log": str(attempt.log), "action": action}
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise Interrupted(Exit.TERMINATED if signum == signal.SIGTERM else Exit.INTERRUPTED)

@@ -1,0 +1,110 @@
+"""The plan: what a run would do, with numbers, commands, consents and costs. Built and shown before anything starts.
+
+Its `key` is the hash of config and selection: two runs with the same key are the same wish, so the second attaches to
+the first or resumes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from backend.pilot.consent import effective_severity
+from backend.pilot.decide import Decision, Selection, decide
+from backend.pilot.history import History
+from backend.runs.fingerprint import digest
+from backend.stages.base import Stage, StageContext, StagePlan
+from backend.stages.figures import GB, disk_budget
+from backend.stages.registry import STAGES
+
+
+def make_plan(ctx: StageContext, name: str, selection: Selection) -> dict[str, Any]:
+    """The whole plan as JSON (the form is documented in docs/cli.md)."""
+    decisions = decide(ctx, selection, History(ctx.home))
+    ctx = _with_products(ctx, decisions)
+    config = ctx.config.model_dump(mode="json")
+    stages = [_entry(stage, decision, ctx) for stage, decision in zip(STAGES, decisions, strict=True)]
+    running = [entry for entry in stages if entry["action"] == "run"]
+    return {
+        "v": 1,
+        "key": digest({"config": config, "selection": selection.as_json()}),
+        "name": name,
+        "home": str(ctx.home.path),
+        "host": ctx.config.host.address,
+        "python": ctx.python,
+        "config": config,
+        "selection": selection.as_json(),
+        "stages": stages,
+        "switches": _switches([entry["name"] for entry in running], ctx),
+        "destructive": [item for entry in running for item in entry["destructive"]],
+        "totals": _totals(running, ctx),
+        "nothing_to_do": not running,
+    }
+
+
+def _with_products(ctx: StageContext, decisions: list[Decision]) -> StageContext:
+    products = {decision.stage: decision.product for decision in decisions if decision.product is not None}
+    return StageContext(ctx.config, ctx.python, ctx.home, products, ctx.reporter)
+
+
+def _entry(stage: Stage, decision: Decision, ctx: StageContext) -> dict[str, Any]:
+    plan = stage.plan(ctx) if decision.action == "run" else StagePlan()
+    severity = effective_severity(stage, plan)
+    return {
+        "name": stage.name,
+        "severity": severity,
+        "kind": stage.kind,
+        "action": decision.action,
+        "why": decision.why,
+        "fingerprint": decision.fingerprint,
+        "lines": list(plan.lines),
+        "effects": list(plan.effects),
+        "numbers": dict(plan.numbers),
+        "launch": asdict(plan.launch) if plan.launch else None,
+        "destructive": [dict(item) for item in plan.destructive],
+        "consent": _consent(stage, severity, plan),
+    }
+
+
+def _consent(stage: Stage, severity: int, plan: StagePlan) -> dict[str, Any] | None:
+    if severity == 0:
+        return None
+    flags = {1: ["--yes"], 2: [f"--allow {stage.name}"]}.get(severity) or [
+        f"--allow {stage.name}={item['sha']}" for item in plan.destructive
+    ]
+    return {"severity": severity, "flags": flags, "satisfied_by_yes": severity == 1, "optional": plan.optional}
+
+
+def _switches(running: list[str], ctx: StageContext) -> list[dict[str, Any]]:
+    """Every change of server mode, with what its reload costs."""
+    load = f"{ctx.config.server.expected_load_s:,.0f} s to load"
+    out = []
+    if "launch" in running:
+        out.append({"before": "launch", "from": "none", "to": "extract", "cost": load})
+    if "train" in running:
+        out.append({"before": "train", "from": "extract", "to": "none", "cost": "frees the GPUs"})
+    if "deploy" in running:
+        out.append({"before": "deploy", "from": "none", "to": "serve+draft", "cost": load})
+    if "bench" in running:
+        modes = {"none": "serve", "untrained": "serve+draft (untrained)"}
+        at = "serve+draft"
+        for baseline in ctx.config.bench.baselines:
+            out.append({"before": f"bench baseline {baseline}", "from": at, "to": modes[baseline], "cost": load})
+            at = modes[baseline]
+        if ctx.config.deploy.keep and ctx.config.bench.baselines:
+            out.append({"before": "the end", "from": at, "to": "serve+draft", "cost": load})
+    return out
+
+
+def _totals(running: list[dict[str, Any]], ctx: StageContext) -> dict[str, Any]:
+    if not running:
+        return {}
+    budget = disk_budget(ctx)
+    return {
+        "tokens": budget.tokens.tokens,
+        "tokens_source": budget.tokens.source,
+        "disk_gb": round(budget.needed / GB, 2),
+        "disk": budget.describe(),
+        "hours": round(sum(float(entry["numbers"].get("hours", 0)) for entry in running), 2),
+        "gpu_hours": round(sum(float(entry["numbers"].get("gpu_hours", 0)) for entry in running), 1),
+    }

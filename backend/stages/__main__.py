@@ -1,0 +1,86 @@
+"""The process around one stage: `python -m backend.stages NAME ATTEMPT_DIR`, started by a supervisor.
+
+Reads `input.json`, runs and verifies the stage, and leaves `outputs.json` (only if every check passed) or
+`failure.json` (what, value, fix, reason) before it exits. The exit code is that of the error.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from backend.errors import Exit, OperatorError
+from backend.report import Check
+from backend.runs.atomic import write_json
+from backend.runs.events import AttemptReporter
+from backend.stages.base import Stage, StageContext
+from backend.stages.handover import read_input, record_outputs
+from backend.stages.registry import stage_named
+
+
+class Stopped(BaseException):
+    """SIGTERM arrived: unwind, so that writers close what they hold. Not an Exception: nothing may swallow it."""
+
+
+def main(argv: list[str]) -> int:
+    """Run one stage to its end; returns the process exit code."""
+    name, attempt = argv[0], Path(argv[1])
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        with AttemptReporter(attempt) as reporter:
+            ctx, fingerprint = read_input(attempt, reporter)
+            outputs, checks = execute(stage_named(name), ctx)
+            record_outputs(attempt, fingerprint, outputs, checks)
+    except Stopped:
+        return _fail(attempt, OperatorError(f"stage {name} was stopped", reason="stopped", code=Exit.TERMINATED))
+    except OperatorError as error:
+        return _fail(attempt, error)
+    except Exception as error:
+        traceback.print_exc()
+        crash = OperatorError(
+            f"stage {name} crashed: {type(error).__name__}: {error}",
+            fix=f"the trace is at the end of {attempt / 'log'}",
+            reason="crash",
+        )
+        return _fail(attempt, crash)
+    return Exit.OK
+
+
+def execute(stage: Stage, ctx: StageContext) -> tuple[dict[str, Any], list[Check]]:
+    """Run, then look again.
+
+    Raises:
+        OperatorError: from the stage, or `verify_failed` naming the first check that does not hold.
+    """
+    began = time.monotonic()
+    outputs = stage.run(ctx)
+    outputs["seconds"] = round(time.monotonic() - began, 3)
+    checks = stage.verify(ctx, outputs)
+    for check in checks:
+        ctx.reporter.check(check)
+    for check in checks:
+        if check.ok is False:
+            raise OperatorError(
+                f"stage {stage.name} ran, but its result does not verify: {check.name}: {check.evidence}",
+                fix=check.fix or "nothing downstream was started; look at the log",
+                reason="verify_failed",
+            )
+    return outputs, checks
+
+
+def _stop(signum: int, frame: object) -> None:
+    raise Stopped
+
+
+def _fail(attempt: Path, error: OperatorError) -> int:
+    print(error, file=sys.stderr, flush=True)
+    write_json(attempt / "failure.json", error.as_json())
+    return int(error.code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

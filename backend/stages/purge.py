@@ -1,0 +1,119 @@
+"""purge: hidden-state stores of other plans make room for this one's.
+
+Severity 3, the only stage that loses data. It plans stores under `[store] root` that carry our marker and another
+identity and that no live attempt refers to; never the plan's own. Consent is the plan's sha, which binds to content. A
+purge is a rename to trash first: undo for 15 minutes, then the bytes go. Where the disk holds the new store beside the
+old ones, the purge is optional: without consent the old ones stay.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+from backend.agent import host
+from backend.errors import Refused
+from backend.report import Check
+from backend.runs import allow
+from backend.runs.audit import AuditLog
+from backend.runs.deletion import UNDO_WINDOW_S, DeletePlan, apply_delete, plan_delete
+from backend.runs.marker import read_marker
+from backend.stages.base import Severity, Stage, StageContext, StagePlan
+from backend.stages.extract import identity_of, store_path
+from backend.stages.figures import GB, disk_budget, reserve_bytes
+from backend.stages.references import stores_in_use
+from backend.store.format import STORE_KIND
+
+
+class Purge(Stage):
+    """Older stores of ours, into trash."""
+
+    name: ClassVar[str] = "purge"
+    severity: ClassVar[Severity] = 3
+    serves: ClassVar[tuple[str, ...]] = ("extract",)
+
+    def plan(self, ctx: StageContext) -> StagePlan:
+        """Each store that would go, with bytes, files, age and the sha that consent must name."""
+        found = stores(ctx)
+        if "merge" not in ctx.products:
+            return StagePlan(lines=(f"decided after merge; {len(found)} stores of ours are there now",))
+        try:
+            plans = deletions(ctx)
+        except Refused as refused:
+            return StagePlan(lines=(f"nothing can be deleted: {refused.what}", f"fix: {refused.fix}"))
+        return StagePlan(
+            lines=tuple(describe(plan) for plan in plans) or ("no older store",),
+            effects=tuple(f"deletes {plan.path} ({plan.bytes / GB:,.2f} GB)" for plan in plans),
+            numbers={"gb": round(sum(plan.bytes for plan in plans) / GB, 3)},
+            destructive=tuple({**plan.as_json(), "path": str(plan.path), "phrase": plan.phrase} for plan in plans),
+            optional=fits(ctx),
+        )
+
+    def run(self, ctx: StageContext) -> dict[str, Any]:
+        """Rename each planned store to trash; refuses anything that changed since it was planned."""
+        assert ctx.attempt is not None
+        allowed, audit = allow.load(ctx.home.allow), AuditLog(ctx.home.audit)
+        moved = []
+        for plan in deletions(ctx):
+            trashed = apply_delete(
+                plan, plan.sha, allowed, references=(), audit=audit, who=f"pipeline {ctx.attempt.parents[3].name}"
+            )
+            ctx.reporter.note(
+                f"{plan.path} is in trash; undo within {UNDO_WINDOW_S / 60:.0f} min: eagle3-console undo {plan.sha}"
+            )
+            moved.append({"path": str(plan.path), "trash": str(trashed.path), "bytes": plan.bytes, "sha": plan.sha})
+        return {"purged": moved}
+
+    def verify(self, ctx: StageContext, outputs: Mapping[str, Any]) -> list[Check]:
+        """The planned trees are gone, nothing else is."""
+        return [
+            Check("purged", not Path(item["path"]).exists(), f"{item['path']} → {item['trash']}")
+            for item in outputs["purged"]
+        ]
+
+
+def describe(plan: DeletePlan) -> str:
+    """One line of facts for the person who consents."""
+    newest = datetime.fromtimestamp(plan.newest_mtime_ns / 1e9, UTC).isoformat(timespec="seconds")
+    return f"{plan.path}: {plan.bytes / GB:,.2f} GB in {plan.files:,} files, newest {newest}, sha {plan.sha}"
+
+
+def stores(ctx: StageContext) -> list[Path]:
+    """Folders under the store root that carry our marker of a store."""
+    root = ctx.path(ctx.config.store.root)
+    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    return [folder for folder in folders if _is_store(folder)]
+
+
+def _is_store(folder: Path) -> bool:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return read_marker(fd, str(folder)).kind == STORE_KIND
+    except Refused:
+        return False
+    finally:
+        os.close(fd)
+
+
+def deletions(ctx: StageContext) -> list[DeletePlan]:
+    """What would be deleted: ours, of another identity, and not in use.
+
+    Raises:
+        Refused: the store root is not on the allow list, or a store cannot be looked at safely.
+    """
+    own, used = store_path(ctx, identity_of(ctx)), stores_in_use(ctx.home)
+    root, allowed = ctx.path(ctx.config.store.root), allow.load(ctx.home.allow)
+    return [
+        plan_delete(root, folder.name, allowed, references=(), kind=STORE_KIND)
+        for folder in stores(ctx)
+        if folder != own and str(folder) not in used
+    ]
+
+
+def fits(ctx: StageContext) -> bool:
+    """True if the new store fits beside the old ones."""
+    free = host.disk_space(ctx.path(ctx.config.store.root)).free
+    return disk_budget(ctx).needed <= free - reserve_bytes(ctx)

@@ -1,0 +1,1 @@
+"""The hidden-state store: what a target computed for each record, on disk, checksummed, resumable (docs/store.md)."""
