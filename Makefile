@@ -25,15 +25,8 @@ $(READY):
 	rm -f $(VENV)/.ready-*
 	touch $@
 
-.demo/models/smollm2-135m/.done: | $(READY)
-	$(BIN)/python -m backend.data.demo.target .demo/models/smollm2-135m
-	touch $@
-
-.demo/sources/.done: backend/data/demo/answers.jsonl | $(READY)
-	$(BIN)/python -m backend.data.demo.sources .demo/sources
-	touch $@
-
-demo: .demo/models/smollm2-135m/.done .demo/sources/.done ## the whole pipeline on this machine, about 15 minutes on 2 cores
+demo: $(READY) ## the whole pipeline on this machine, about 15 minutes on 2 cores
+	$(BIN)/python -m backend.data.demo .demo
 	$(CLI) demo
 
 test: $(READY) ## every test that CI runs, under 40 minutes on 2 cores

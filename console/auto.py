@@ -17,7 +17,8 @@ from backend.errors import Exit
 from console.events import EventReader
 from console.interrupt import Interrupted, Interrupts
 from console.link.client import Client, Stream
-from console.state import PipelineState, apply
+from console.session import operator
+from console.state import Failure, PipelineState, apply
 from console.views import QUIET_S, Json, Plain, Quiet, View
 
 
@@ -46,9 +47,12 @@ async def follow(client: Client, pipeline: str, view: View, *, offset: int = 0) 
     finally:
         await stream.close()
     end = stream.end or {}
+    code = exit_code(end)
+    told = any(stage.failure for stage in state.stages) or state.needs is not None
+    if code != Exit.OK and not (told and state.code is not None):
+        state = replace(state, failure=_pilot_failure(end))
     if end.get("summary"):
         state = replace(state, summary=end["summary"])
-    code = exit_code(end)
     view.ended(state, code)
     return code
 
@@ -63,6 +67,19 @@ def exit_code(pilot: dict[str, Any]) -> int:
     return code if code in tuple(Exit) else Exit.STAGE_FAILED
 
 
+def _pilot_failure(pilot: dict[str, Any]) -> Failure:
+    """Why a pilot ended, where no event says so: it was stopped, killed, or could not even start."""
+    state, reason = str(pilot.get("state")), str(pilot.get("reason") or "")
+    if state == "cancelled":
+        return Failure("stopped", "the pilot was stopped", "start again to go on from what is done")
+    what = (
+        f"the pilot is {state}" if state in ("stale", "pending") else f"the pilot ended with code {pilot.get('code')}"
+    )
+    alive = f"; its process lives on (pid {pilot.get('pid')})" if pilot.get("job_alive") else ""
+    fix = "`eagle3-console stop`, then start again" if alive else "`eagle3-console logs pilot` shows its own words"
+    return Failure(reason, f"{what}{f': {reason}' if reason else ''}{alive}", fix)
+
+
 async def follow_or_detach(
     client: Client, pipeline: str, view: View, interrupts: Interrupts, *, offset: int = 0, stop: bool = False
 ) -> int:
@@ -74,10 +91,20 @@ async def follow_or_detach(
         if not stop or interrupt.code == Exit.TIMEOUT:
             detached(view, pipeline, interrupt.code)
             return interrupt.code
-        view.own("stopping", {"id": pipeline}, f"stopping {pipeline} …")
-        report = await interrupts.race(client.call("stop", {"pipeline": pipeline, "stage": None, "services": False}))
-        view.own("stopped", report, f"stopped {pipeline}; servers keep running (eagle3-console stop --services)")
-        return interrupt.code
+        return await _stop(client, pipeline, view, interrupts, interrupt.code)
+
+
+async def _stop(client: Client, pipeline: str, view: View, interrupts: Interrupts, code: Exit) -> int:
+    """Stop pilot and task; a second interrupt stops the waiting, not the stop that the host has begun."""
+    view.own("stopping", {"id": pipeline}, f"stopping {pipeline} …")
+    order = {"pipeline": pipeline, "stage": None, "services": False, "operator": operator()}
+    try:
+        report = await interrupts.race(client.call("stop", order))
+    except Interrupted as again:
+        detached(view, pipeline, again.code)
+        return again.code
+    view.own("stopped", report, f"stopped {pipeline}; servers keep running (eagle3-console stop --services)")
+    return code
 
 
 def detached(view: View, pipeline: str, code: Exit) -> None:

@@ -64,7 +64,10 @@ class StageState:
 
 @dataclass(frozen=True)
 class PipelineState:
-    """A pipeline as its events tell it. `code` is the pilot's own account; its exit status is the proof."""
+    """A pipeline as its events tell it. `code` is the pilot's own account; its exit status is the proof.
+
+    `failure` is the pilot's own, where no stage tells why it ended: set by the follower, from the pilot's files.
+    """
 
     name: str = ""
     stages: tuple[StageState, ...] = ()
@@ -77,6 +80,7 @@ class PipelineState:
     code: int | None = None
     seconds: float | None = None
     summary: Values = field(default_factory=dict)
+    failure: Failure | None = None
 
     def stage(self, name: str) -> StageState:
         """The stage of that name; one that nobody announced is `pending`."""

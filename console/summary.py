@@ -36,8 +36,12 @@ def print_summary(state: PipelineState, out: TextIO | None = None) -> None:
 
 
 def failures(state: PipelineState) -> list[str]:
-    """Lines about every stage that ended badly."""
+    """Lines about every stage that ended badly, about missing consent, and about a pilot that did not end by itself."""
     lines = []
+    for said in (state.needs, vars(state.failure) if state.failure else None):
+        if said:
+            lines.append(clean(str(said.get("what", ""))))
+            lines += [f"  fix: {clean(str(said['fix']))}"] if said.get("fix") else []
     for stage in state.stages:
         if stage.failure is None:
             continue

@@ -171,7 +171,7 @@ def narrate(event: Event, state: PipelineState) -> str:
     elif event.ev == "pipeline_ended":
         text = f"pipeline ended with {state.code} after {duration(state.seconds or 0)}"
     elif event.ev == "needs_confirmation":
-        text = f"needs confirmation: {phrases.metrics(d)}"
+        text = f"needs confirmation: {d.get('what') or phrases.metrics(d)}"
     return clean(text.rstrip())
 
 

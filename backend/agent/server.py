@@ -8,6 +8,7 @@ middle of anything loses nothing but the answer. Knows no verb's meaning: those 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 import traceback
@@ -82,16 +83,17 @@ class Connection:
 
     async def _handle(self, request: Request) -> None:
         """Answer one request; an error of any kind is an answer too."""
-        try:
-            await self._answer(request)
-        except OperatorError as error:
-            await self._send(Reply(request.id, False, protocol.pack(error.as_json())))
-        except ConnectionError:
-            return  # nobody is there to be told; `_read` and `_beat` notice the same
-        except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            bug = OperatorError(f"the agent failed at {request.verb}: {error!r}", reason="agent_bug")
-            await self._send(Reply(request.id, False, protocol.pack(bug.as_json())))
+        with contextlib.suppress(ConnectionError):  # nobody is there to be told; `_read` and `_beat` notice the same
+            try:
+                await self._answer(request)
+            except OperatorError as error:
+                await self._send(Reply(request.id, False, protocol.pack(error.as_json())))
+            except ConnectionError:
+                raise
+            except Exception as error:
+                traceback.print_exc(file=sys.stderr)
+                bug = OperatorError(f"the agent failed at {request.verb}: {error!r}", reason="agent_bug")
+                await self._send(Reply(request.id, False, protocol.pack(bug.as_json())))
 
     async def _answer(self, request: Request) -> None:
         try:

@@ -98,7 +98,9 @@ class SourceFile:
         """By content: '[' opens an array, '{' a line of JSON; by name only for YAML, which can begin with anything."""
         names = self.path.name.lower().removesuffix(".gz")
         try:
-            head = self._stream.read(_CHUNK)
+            head = self._stream.read1(_CHUNK)
+            while head and not head.removeprefix(_BOM).strip():
+                head = self._stream.read1(_CHUNK)
             self._stream.seek(0)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise OperatorError(

@@ -92,9 +92,8 @@ def ttt_sums(
 def _labels(teacher: Teacher, batch: Batch, proposable_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(row_of_BS: where position q's label stands, label_NR): each position's distribution once, not once a step."""
     anchors = batch.aux_BTC.shape[1]
-    # y_q is a label iff the next token is of the same turn as x_q; q = 0 has no anchor before it
+    # y_q is a label iff the next token is of the same turn as x_q
     labelled_BS = (batch.left_BS >= 2) & proposable_BS
-    labelled_BS[:, 0] = False
     row_of_BS = labelled_BS.flatten().cumsum(0).view_as(batch.left_BS) - 1
     label_NR = teacher.probabilities(batch.last_BTH[labelled_BS[:, :anchors]])
     return row_of_BS, label_NR

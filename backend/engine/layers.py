@@ -8,6 +8,7 @@ tenth of accept length and raises no error (sglang#25454).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from backend.errors import UsageError
 
@@ -20,7 +21,7 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's capture layers [2, N//2, N-3], canonical.
 
     Raises:
-        UsageError: fewer than six layers, where the three would not be distinct and ascending.
+        UsageError: fewer than seven layers, where the three would not be distinct and ascending.
     """
     layers = (2, num_layers // 2, num_layers - 3)
     validate_layers(layers, num_layers)
@@ -33,7 +34,7 @@ def validate_layers(layers: Sequence[int], num_layers: int) -> None:
     Raises:
         UsageError: naming the ids and the depth.
     """
-    ascending = all(a < b for a, b in zip(layers, layers[1:], strict=False))
+    ascending = all(a < b for a, b in pairwise(layers))
     if not layers or not ascending or layers[0] < 0 or layers[-1] >= num_layers:
         raise UsageError(
             f"capture layers {list(layers)} do not fit a model of {num_layers} layers",
@@ -51,7 +52,7 @@ def to_sglang_ids(layers: Sequence[int], architecture: str) -> list[int]:
     if architecture in _DEEPSEEK_FAMILY:
         if layers[0] == 1:
             raise UsageError(
-                f"SGLang's {architecture} shifts every list of ids that starts with 1: {list(layers)} cannot be asked for",
+                f"SGLang's {architecture} shifts a list of ids that starts with 1: {list(layers)} cannot be asked for",
                 fix="choose a first layer other than 1",
                 reason="bad_layers",
             )

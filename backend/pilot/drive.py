@@ -7,9 +7,11 @@ supervisor and follows them. A signal to the pilot never touches a stage: stoppi
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from backend.config import Config
@@ -18,6 +20,7 @@ from backend.pilot.consent import Consent
 from backend.pilot.decide import Decision, Selection, decide, material_of
 from backend.pilot.follow import Follower, forwarded_until
 from backend.pilot.history import History
+from backend.pilot.keeper import LeaseKeeper
 from backend.pilot.summary import summarise
 from backend.report import Silent
 from backend.runs.atomic import read_json
@@ -34,6 +37,8 @@ from backend.stages.base import Product, Service, Stage, StageContext
 from backend.stages.handover import OUTPUTS, read_failure, write_input
 from backend.stages.registry import STAGES, stage_named, stage_names
 from backend.stages.server import SERVER, stop_server
+
+ORDER_VARIABLE, LEASE_VARIABLE = "EAGLE3_ORDER", "EAGLE3_LEASE"
 
 
 class Interrupted(BaseException):
@@ -53,7 +58,9 @@ class Pilot:
         self.pipeline = pipeline
         self.name = str(plan["name"])
         self.selection = Selection.from_json(plan["selection"])
-        self.consent = Consent.from_json(plan["consent"])
+        # A resumed pipeline keeps its plan; consent is what the operator said with this start.
+        order = os.environ.get(ORDER_VARIABLE)
+        self.consent = Consent.from_json(((read_json(Path(order)) if order else None) or plan)["consent"])
         home = Home(pipeline.path.parents[1])
         self.ctx = StageContext(Config.model_validate(plan["config"]), plan["python"], home, {}, Silent())
         self.history = History(home)
@@ -74,7 +81,8 @@ class Pilot:
         began = time.monotonic()
         self.log.emit("pipeline_started", {"name": self.name, "stages": stage_names()})
         try:
-            self._stages()
+            with LeaseKeeper(self.ctx.home.operator, os.environ.get(LEASE_VARIABLE)) as self.lease:
+                self._stages()
             code = Exit.OK
         except Interrupted as leave:
             return int(leave.code)
@@ -132,6 +140,7 @@ class Pilot:
                 self.log.emit("stage_skipped", {"why": why}, stage=stage.name)
                 return
             self.consent.require(stage, plan)
+            self.lease.require()
             if stage.mode == "free":
                 self._free()
             if current is not None:
@@ -205,6 +214,13 @@ class Pilot:
         if stage.name in ("gate", "deploy"):
             self._stop_service("launch" if stage.name == "gate" else "deploy", "it could not be proven")
         raise error
+
+    def _empty_trash(self, purge: Attempt) -> None:
+        """Start the job that frees the trash after its undo window; it outlives the pilot."""
+        job = Attempt(purge.path / "trash").create()
+        home = str(self.ctx.home.path)
+        write_spec(job.path, argv=[self.ctx.python, "-m", "backend.runs.trash", home, str(job.path)])
+        start(job.path)
 
     def _keep(self, name: str, product: Product, how: str, seconds: float | None = None) -> None:
         self.ctx = replace(self.ctx, products={**self.ctx.products, name: product})

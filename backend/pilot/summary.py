@@ -75,7 +75,8 @@ def _train(outputs: Mapping[str, Any]) -> tuple[None, list[str]]:
     return None, [
         f"training: loss {outputs['loss_first']:.3f} → {outputs['loss_last']:.3f} in {outputs['steps']:,} steps, "
         f"{outputs['tokens_s']:,.0f} tokens/s; estimated accept length (serving walk, held out) "
-        f"{walk['accept_length']:.2f} [{walk['low']:.2f}, {walk['high']:.2f}], untrained {untrained['accept_length']:.2f}"
+        f"{walk['accept_length']:.2f} [{walk['low']:.2f}, {walk['high']:.2f}], "
+        f"untrained {untrained['accept_length']:.2f}"
     ]
 
 

@@ -190,7 +190,9 @@ class ProcessIdentity:
             return f"pid {self.pid} belongs to uid {uid_of(self.pid)}, not {self.uid}"
         if self.tag:
             name, _, value = self.tag.partition("=")
-            if environment(self.pid).get(name) != value:
+            # An exiting process has no environment any more, for seconds where it had much memory: no contradiction.
+            env = environment(self.pid)
+            if env and env.get(name) != value:
                 return f"pid {self.pid} does not carry {self.tag}"
         return None
 

@@ -81,16 +81,17 @@ def stop(attempt_dir: Path, grace_s: float | None = None, *, port: int | None = 
     before = state(attempt.path)
     how: How = "not_running"
     signalled: dict[int, tuple[str, ...]] = {}
+    left: tuple[Left, ...] = ()
     if before.state in ("running", "ready"):
         how = "supervisor"
         if not _ask_supervisor(attempt, before, grace, by, signalled):
             how = "escalated"
-            _end_tagged(spec.run_id, 0.0, signalled)
+            left = _end_tagged(spec.run_id, before.job, 0.0, signalled)
             _kill_supervisor(before, signalled)
     elif before.job_alive:
         how = "tagged"
-        _end_tagged(spec.run_id, grace, signalled)
-    left = _left(spec.run_id)
+        left = _end_tagged(spec.run_id, before.job, grace, signalled)
+    left = left or tuple(tree.describe(seen) for seen in identity.tagged(spec.run_id))
     is_open = port is not None and ports.is_listening(port)
     return StopReport(
         state=state(attempt.path),
@@ -158,11 +159,11 @@ def _kill_supervisor(known: AttemptState, signalled: dict[int, tuple[str, ...]])
         os.close(fd)
 
 
-def _end_tagged(run_id: str, grace: float, signalled: dict[int, tuple[str, ...]]) -> None:
-    with ProcessSet(run_id) as members:
-        tree.end(members, lambda elapsed: grace)
+def _end_tagged(
+    run_id: str, job: ProcessIdentity | None, grace: float, signalled: dict[int, tuple[str, ...]]
+) -> tuple[Left, ...]:
+    """End what carries the run's tag, and its job; returns what even SIGKILL did not end."""
+    with ProcessSet(run_id, job=job) as members:
+        left = tree.end(members, lambda elapsed: grace)
         signalled.update({pid: tuple(names) for pid, names in members.signalled.items()})
-
-
-def _left(run_id: str) -> tuple[Left, ...]:
-    return tuple(tree.describe(seen) for seen in identity.tagged(run_id))
+    return left

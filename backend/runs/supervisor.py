@@ -215,8 +215,9 @@ class _Supervisor:
             tell({"new": True, "supervisor": me.as_json()})
             code, number, escaped = _NOT_EXECUTED
         else:
-            error = self._record_start(me, t0)
-            tell({"new": True, **_known(attempt)})
+            job = self._job_identity()
+            error = self._record_start(job, t0)
+            tell({"new": True, "supervisor": me.as_json(), "job": job.as_json()})
             escaped = self._wait()
             code, number = _decode(self._status)
             if self._status is None:
@@ -286,23 +287,18 @@ class _Supervisor:
         process.returncode = 0  # reaped below with all the others; Popen must not wait for it
         return None
 
-    def _record_start(self, me: ProcessIdentity, t0: float) -> str | None:
-        """Write `proc.json`. A job without a record must not live: on a full disk it is stopped again."""
-        pid = self._job_pid
+    def _job_identity(self) -> ProcessIdentity:
+        pid, me = self._job_pid, self._me
         assert pid is not None
         seen = identity.see(pid)  # not yet reaped, so it is there even if it has ended
-        job = ProcessIdentity(
-            pid,
-            seen.start_ticks if seen else 0,
-            me.boot_id,
-            me.pid1_ticks,
-            me.pid_ns,
-            me.uid,
-            f"{TAG}={self._spec.run_id}",
-        )
+        ticks = seen.start_ticks if seen else 0
+        return ProcessIdentity(pid, ticks, me.boot_id, me.pid1_ticks, me.pid_ns, me.uid, f"{TAG}={self._spec.run_id}")
+
+    def _record_start(self, job: ProcessIdentity, t0: float) -> str | None:
+        """Write `proc.json`. A job without a record must not live: on a full disk it is stopped again."""
         record = {
             "run_id": self._spec.run_id,
-            "supervisor": me.as_json(),
+            "supervisor": self._me.as_json(),
             "job": job.as_json(),
             "argv": list(self._spec.argv),
             "t0": t0,

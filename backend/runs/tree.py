@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.runs import identity
-from backend.runs.identity import Seen
+from backend.runs.identity import ProcessIdentity, Seen
 
 NESTED_MARGIN_S = 5.0
 """How long a nested supervisor may take to record the end of its killed job."""
@@ -50,11 +50,16 @@ def _room_for_pidfds() -> Iterator[None]:
 
 
 class ProcessSet:
-    """The living processes of one run. `root` adds all its descendants to those that carry the run's tag."""
+    """The living processes of one run: those that carry its tag, the descendants of `root`, and `job`.
 
-    def __init__(self, run_id: str, root: int | None = None) -> None:
+    A member stays until it is dead, however it looks meanwhile: an exiting process loses its environment, and with it
+    its tag, seconds before its memory and its GPUs are free.
+    """
+
+    def __init__(self, run_id: str, root: int | None = None, job: ProcessIdentity | None = None) -> None:
         self._run_id = run_id
         self._root = root
+        self._job = job
         self._fds: dict[Seen, int] = {}
         self._supervisors: set[int] = set()
         self._shielded: set[int] = set()
@@ -75,7 +80,7 @@ class ProcessSet:
         """Look again: dead ones leave the set, new ones (forked meanwhile) join it."""
         processes = identity.all_processes()
         members = self._members(processes)
-        for seen in [seen for seen in self._fds if seen not in members]:
+        for seen in [seen for seen in self._fds if identity.start_ticks(seen.pid) != seen.start_ticks]:
             os.close(self._fds.pop(seen))
         for seen in members.keys() - self._fds.keys():
             fd = identity.open_pidfd(members[seen])
@@ -88,6 +93,8 @@ class ProcessSet:
         found = list(identity.tagged(self._run_id, processes))
         if self._root is not None:
             found.extend(identity.descendants(self._root, processes))
+        if self._job is not None and self._job.pid in processes and self._job.alive():
+            found.append(processes[self._job.pid])
         # The key leaves out what changes while a process lives: its state and, for orphans, its parent.
         return {Seen(seen.pid, 0, "", seen.start_ticks, 0): seen for seen in found if seen.pid != os.getpid()}
 

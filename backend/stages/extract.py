@@ -35,6 +35,7 @@ from backend.stages.handover import OPENED
 from backend.stages.server import VERDICT, ServerRecord, layers_of, required_server
 from backend.store.format import SCHEMES, StoreIdentity
 from backend.store.reader import Store
+from backend.store.repair import repair
 from backend.store.verify import verify
 from backend.store.writer import StoreWriter
 
@@ -92,14 +93,7 @@ class Extract(Stage):
         began = time.monotonic()
         assert ctx.attempt is not None
         write_json(ctx.attempt / OPENED, {"store": str(root)})
-        with StoreWriter.open(
-            root,
-            identity,
-            shard_bytes=int(ctx.config.store.shard_gb * GB),
-            reserve_bytes=reserve_bytes(ctx),
-            canary_digest=verdict.get("canary_digest"),
-            run_id=launch.launch_id,
-        ) as writer:
+        with open_writer(ctx, root, identity, launch.launch_id, verdict.get("canary_digest")) as writer:
             extraction = asyncio.run(self._extract(ctx, server, launch, writer))
             if extraction.failed:
                 record, why = next(iter(extraction.failed.items()))
@@ -141,7 +135,10 @@ class Extract(Stage):
         report = verify(root, full=False, reporter=Silent())
         checks = [
             Check(
-                "store", report.ok, report.describe(), fix="eagle3-console: run extract again, it repairs and resumes"
+                "store",
+                report.ok,
+                report.describe(),
+                fix="run again: extract repairs the store and fills in what is missing",
             )
         ]
         with Store.open(root) as store:
@@ -149,6 +146,31 @@ class Extract(Stage):
             short = [rid for rid, tokens in wanted.items() if rid not in store or store.rows(rid) != tokens]
         evidence = f"{len(wanted):,} records wanted, {len(short)} missing or short"
         return [*checks, Check("records", not short, evidence + (f", first {short[0]}" if short else ""))]
+
+
+def open_writer(
+    ctx: StageContext, root: Path, identity: StoreIdentity, launch_id: str, canary_digest: str | None
+) -> StoreWriter:
+    """The store's writer; a damaged store is repaired first: bad records go to quarantine and are extracted again."""
+
+    def opened() -> StoreWriter:
+        return StoreWriter.open(
+            root,
+            identity,
+            shard_bytes=int(ctx.config.store.shard_gb * GB),
+            reserve_bytes=reserve_bytes(ctx),
+            canary_digest=canary_digest,
+            run_id=launch_id,
+        )
+
+    try:
+        return opened()
+    except OperatorError as error:
+        if error.reason != "store_damaged":
+            raise
+        ctx.reporter.warning(f"{error.what}: repairing it, what is bad goes to {root / 'quarantine'}")
+        repair(root, ctx.reporter)
+        return opened()
 
 
 def merged_records(ctx: StageContext) -> list[MergedRecord]:

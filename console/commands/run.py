@@ -63,7 +63,7 @@ async def _plan(args: argparse.Namespace, where: Site, saved: dict[str, Any] | N
         config = saved["config"] if saved else None
         plan = await taken.race(make_plan(where, chosen, config=config))
     if saved is not None:
-        _check_fresh(saved, plan)
+        _check_fresh(saved, {**plan, "home": str(where.home)})
     return plan
 
 

@@ -23,6 +23,7 @@ from backend.runs.layout import Attempt
 from backend.runs.spec import write_spec
 from backend.runs.state import state
 from backend.runs.supervisor import start
+from console import session
 from tests.integration.cli_site import STAGES, Site, wait_for
 
 pytestmark = pytest.mark.slow
@@ -125,11 +126,13 @@ def test_stop_on_interrupt_stops_the_work(site: Site) -> None:
         auto.communicate(timeout=60)
         assert auto.returncode == Exit.INTERRUPTED
     assert site.pilot().state == "cancelled"
+    assert AuditLog(site.home.audit).entries()[-1].who == session.operator()["who"]
 
 
 def test_a_timeout_ends_the_following_and_not_the_work(site: Site) -> None:
     site.scenario(waits=True)
-    done = site.run("--auto", "--yes", "--timeout", "3s")
+    site.run("--auto", "--yes", "--detach")
+    done = site.run("attach", "--timeout", "1s")
     assert done.returncode == Exit.TIMEOUT
     assert "timeout: detached, the work goes on" in done.stderr
     assert site.pilot().state == "running"
@@ -173,13 +176,15 @@ def test_a_failed_pipeline_is_resumed_by_a_new_pilot_in_the_same_folder(site: Si
     site.scenario(code=1)
     assert site.run("--auto", "--yes").returncode == 1
     site.scenario(code=0)
-    again = site.run("--auto", "--yes", "--output", "jsonl")
+    again = site.run("--auto", "--yes", "--allow", "extract", "--output", "jsonl")
     assert again.returncode == 0
     records = checked(again.stdout.splitlines())
     assert records[1]["data"]["how"] == "resumed"  # type: ignore[index]
     assert [r["event"] for r in records].count("pipeline_started") == 1, "the history of the first pilot is not news"
     assert len(site.home.pipelines()) == 1
     assert site.pilot(2).state == "succeeded"
+    order = json.loads((site.home.pipelines()[0].path / "pilot/attempts/2/order.json").read_text())
+    assert order["consent"] == {"yes": True, "allow": ["extract"]}, "what was agreed to now, not at the first start"
 
 
 def test_a_killed_pilot_does_not_hold_control_for_another_minute(site: Site) -> None:
@@ -268,7 +273,17 @@ def hand_made(site: Site, script: str) -> Attempt:
 )
 def test_attach_returns_what_the_exit_record_proves(site: Site, script: str, code: int) -> None:
     hand_made(site, script)
-    assert site.run("attach").returncode == code
+    attached = site.run("attach")
+    assert attached.returncode == code
+    if code:
+        assert "the pilot ended with code" in attached.stderr and "logs pilot" in attached.stderr
+
+
+def test_an_interpreter_that_cannot_be_executed_is_named(site: Site) -> None:
+    site.config.write_text(site.config.read_text().replace("interpreter", "no-such-python"))
+    done = site.run("--auto", "--yes")
+    assert done.returncode == Exit.USAGE
+    assert "no-such-python" in done.stderr and "[host] python" in done.stderr
 
 
 def test_a_pilot_whose_supervisor_was_killed_needs_a_human(site: Site) -> None:
@@ -276,7 +291,9 @@ def test_a_pilot_whose_supervisor_was_killed_needs_a_human(site: Site) -> None:
     supervisor = state(attempt.path).supervisor
     assert supervisor is not None
     os.kill(supervisor.pid, signal.SIGKILL)
-    assert site.run("attach").returncode == Exit.NEEDS_HUMAN
+    attached = site.run("attach")
+    assert attached.returncode == Exit.NEEDS_HUMAN
+    assert "supervisor_died" in attached.stderr and "lives on" in attached.stderr
     assert site.run("status", "--idle").returncode == Exit.CONFIRMATION_NEEDED, "the job lives on"
 
 

@@ -17,6 +17,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import pytest
 
 import backend
 from backend.errors import OperatorError, Refused, UsageError
-from backend.runs import identity
+from backend.runs import identity, tree
 from backend.runs.atomic import read_json, write_json
 from backend.runs.identity import ProcessIdentity
 from backend.runs.layout import Attempt
@@ -487,3 +488,57 @@ def test_a_caller_that_is_killed_in_mid_start_does_not_harm_the_run(runs: Runs) 
     runs.lines(1)
     await_end(state(attempt.path).supervisor)
     assert (state(attempt.path).state, state(attempt.path).code) == ("failed", 4)
+
+
+@pytest.fixture
+def mounts() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def mount(argv: Sequence[str], folder: Path, stack: ExitStack) -> None:
+    folder.mkdir()
+    done = subprocess.run(["mount", *argv, str(folder)], check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no mounts here: {done.stderr.strip()}")
+    stack.callback(subprocess.run, ["umount", str(folder)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system without inodes needs a mount, which needs root")
+def test_a_job_whose_start_cannot_be_recorded_is_stopped_again(mounts: ExitStack, runs: Runs) -> None:
+    # root, spec.json, .lock.guard, lock, .exit.json.reserved, log, intent.json: proc.json finds no inode left
+    mount(["-t", "tmpfs", "-o", "nr_inodes=7", "none"], runs.folder / "small", mounts)
+    started = runs.start("small", ["sleep", "1000"])
+    await_end(started.supervisor)
+    ended = state(started.attempt)
+    assert (ended.state, ended.signal, ended.stopped) == ("failed", signal.SIGTERM, False)
+    assert "proc.json cannot be written: No space left on device" in ended.reason
+    assert identity.tagged(started.run_id) == ()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a frozen file system needs a mount, which needs root")
+def test_what_even_sigkill_does_not_end_is_reported_and_not_waited_for(
+    runs: Runs, mounts: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, frozen = runs.folder / "image", runs.folder / "frozen"
+    with image.open("wb") as file:
+        file.truncate(8 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    mount(["-o", "loop", str(image)], frozen, mounts)
+    if subprocess.run(["fsfreeze", "-f", str(frozen)], check=False).returncode:
+        pytest.skip("file systems cannot be frozen here")
+    with ExitStack() as thaw:
+        thaw.callback(subprocess.run, ["fsfreeze", "-u", str(frozen)], check=True)
+        started = runs.sh("a", f"echo up > $FIFO; echo x > {frozen}/file")
+        runs.lines(1)
+        assert started.job is not None
+        while (seen := identity.see(started.job.pid)) and seen.state != "D":
+            os.sched_yield()
+        kill(started.supervisor)
+        monkeypatch.setattr(tree, "NESTED_MARGIN_S", 0.1)
+        monkeypatch.setattr(tree, "UNKILLABLE_S", 0.1)
+        report = stop(started.attempt, 0)
+        assert (report.ok, report.reason, report.how) == (False, "unkillable", "tagged")
+        assert [(left.pid, left.state) for left in report.left] == [(started.job.pid, "D")]
+    await_end(started.job)
+    assert stop(started.attempt).ok

@@ -18,6 +18,7 @@ from backend.runs.atomic import write_json
 from backend.runs.events import EventLog
 from backend.runs.layout import Attempt, Home, Pipeline
 from backend.runs.locks import FileLock
+from backend.runs.state import AttemptState
 from console.link.client import Client
 from tests.unit.test_agent_connection import connected
 
@@ -215,3 +216,42 @@ def test_the_last_lines_are_those_that_a_slow_count_gives(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(streams.protocol, "CHUNK", block)
             assert text[streams.tail_offset(path, wanted) :] == b"".join(whole[-wanted:])
+
+
+def test_a_last_line_written_while_we_look_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job writes its last line and ends between our two looks: state first, file second, or the line is lost."""
+    pilot = Pilot(tmp_path, folder="stages/08-train")
+    real = streams.state
+
+    def ends_while_we_look(path: Path) -> AttemptState:
+        if not pilot.attempt.exit.exists():
+            pilot.attempt.log.write_bytes(b"the reason\n")
+            pilot.end(1)
+        return real(path)
+
+    monkeypatch.setattr(streams, "state", ends_while_we_look)
+    stream = streams.log(pilot.home, {"pipeline": "P1", "stage": "train", "follow": True})
+
+    async def go() -> bytes:
+        return b"".join([chunk.body async for chunk in stream.chunks])
+
+    assert asyncio.run(go()) == b"the reason\n"
+
+
+def test_a_last_event_written_while_we_look_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pilot = Pilot(tmp_path)
+    real = streams.pilots.pilot_state
+
+    def ends_while_we_look(pipeline: Pipeline) -> dict[str, object]:
+        if not pilot.attempt.exit.exists():
+            pilot.pipeline.events.write_bytes(b'{"ev":"pipeline_ended"}\n')
+            pilot.end(0)
+        return real(pipeline)
+
+    monkeypatch.setattr(streams.pilots, "pilot_state", ends_while_we_look)
+    stream = streams.watch(pilot.home, {"pipeline": "P1", "offset": 0})
+
+    async def go() -> bytes:
+        return b"".join([chunk.body async for chunk in stream.chunks if chunk.ch == "events"])
+
+    assert asyncio.run(go()) == b'{"ev":"pipeline_ended"}\n'

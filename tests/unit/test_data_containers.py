@@ -181,7 +181,7 @@ def test_bad_yaml_is_named_by_its_line(tmp_path: Path, data: bytes, reason: str,
         (b" \n\t", "empty_source"),
         (b"id,text\n1,hello\n", "unknown_container"),
         (b"PAR1\x15\x04", "unknown_container"),
-        (gzip.compress(b"{}")[:12], "unreadable"),
+        (gzip.compress(b"{}")[:8], "unreadable"),
     ],
 )
 def test_a_file_that_is_no_source_is_refused_by_name(tmp_path: Path, data: bytes, reason: str) -> None:

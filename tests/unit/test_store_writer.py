@@ -35,6 +35,7 @@ REFUSED = {
     "rows fewer than ids": (bad(aux_TC=ONE.aux_TC[:-1]), "record_rows", "10 token ids need [10, 24]"),
     "last rows of another width": (bad(last_TH=ONE.aux_TC), "record_rows", "hidden_state is [10, 24]"),
     "NaN": (bad(last_TH=with_nan()), "record_not_finite", "hidden_state is not finite, first at token 4 of 10"),
+    "minus infinity": (bad(last_TH=-ONE.last_TH.abs() / 0), "record_not_finite", "first at token 0 of 10"),
     "infinity": (bad(aux_TC=ONE.aux_TC / 0), "record_not_finite", "aux_hidden_state is not finite"),
     "float32 into bf16": (bad(aux_TC=ONE.aux_TC.float()), "record_dtype", "never rounds"),
     "no tokens": (bad(input_ids_T=ONE.input_ids_T[:0]), "record_tokens", "0 tokens"),

@@ -22,6 +22,8 @@ def _attend(q_NHD, k_MGD, v_MGD, out_NHD, scale, mask_NM=None, causal=False):
 
 
 def _extend(original):
+    """For extend_attention_fwd, sglang/srt/layers/attention/triton_ops/extend_attention.py:571 (prefill, verify)."""
+
     def extend_attention_fwd(
         q,
         k,
@@ -86,6 +88,8 @@ def _mask(custom_mask, masks, b, count, prefix, causal, skip_prefix):
 
 
 def _decode(original):
+    """For decode_attention_fwd, sglang/srt/layers/attention/triton_ops/decode_attention.py:745 (draft steps)."""
+
     def decode_attention_fwd(
         q,
         k_buffer,

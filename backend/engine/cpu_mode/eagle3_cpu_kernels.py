@@ -2,6 +2,8 @@
 
 KERNELS maps a Triton kernel's name to a function of (grid, launch arguments by name); one that answers NotImplemented,
 and every kernel without an entry, runs in the interpreter: slow, same result. EAGLE3_CPU_LOG_TRITON=1 prints those.
+Each stands for the kernel of its own name in sglang/srt of 0.5.14, in the file named above it, and is compared with it
+by tests/unit/test_cpu_ops.py.
 """
 
 import ctypes
@@ -20,6 +22,7 @@ def kernel(function):
     return function
 
 
+# layers/attention/triton_ops/kv_indices.py:9
 @kernel
 def create_flashinfer_kv_indices_triton(grid, a):
     pools, lengths, ends = (x.tolist() for x in (a.req_pool_indices_ptr, a.page_kernel_lens_ptr, a.kv_indptr))
@@ -29,6 +32,7 @@ def create_flashinfer_kv_indices_triton(grid, a):
         a.kv_indices_ptr[ends[b] : ends[b] + lengths[b]] = found
 
 
+# model_executor/triton_ops/position.py:33
 @kernel
 def compute_position_kernel(grid, a):
     row = 0
@@ -39,6 +43,7 @@ def compute_position_kernel(grid, a):
         row += count
 
 
+# mem_cache/triton_ops/common.py:9
 @kernel
 def write_req_to_token_pool_triton(grid, a):
     tables = (a.req_pool_indices, a.pre_lens, a.seq_lens, a.extend_lens, a.prefix_tensors)
@@ -52,36 +57,42 @@ def write_req_to_token_pool_triton(grid, a):
         row += counts[b]
 
 
+# mem_cache/triton_ops/cache_move.py:53
 @kernel
 def copy_all_layer_kv_cache_tiled(grid, a):
     source, target = a.src_loc_ptr[: a.num_locs], a.tgt_loc_ptr[: a.num_locs]
     if torch.equal(source, target):
         return
     rows = int(max(source.max(), target.max())) + 1
-    for pointer, stride in zip(a.data_ptrs.tolist(), a.strides.tolist()):
+    for pointer, stride in zip(a.data_ptrs.tolist(), a.strides.tolist(), strict=True):
         table = _memory(pointer, rows * stride, torch.uint8).view(rows, stride)
         table[target] = table[source]
 
 
+# speculative/triton_ops/cache_locs.py:16
 @kernel
 def assign_req_to_token_pool(grid, a):
     for pool, start, end, row in _ranges(grid, a):
         a.req_to_token[pool, start:end] = a.out_cache_loc[row : row + end - start]
 
 
+# speculative/triton_ops/cache_locs.py:303
 @kernel
 def assign_extend_cache_locs(grid, a):
     for pool, start, end, row in _ranges(grid, a):
         a.out_cache_loc[row : row + end - start] = a.req_to_token[pool, start:end]
 
 
+# speculative/triton_ops/cache_locs.py:70
 @kernel
 def assign_draft_cache_locs_contiguous(grid, a):
     count = a.topk * a.speculative_num_steps
-    for b, (pool, length) in enumerate(zip(a.req_pool_indices.tolist()[: grid[0]], a.seq_lens.tolist())):
+    pools, lengths = a.req_pool_indices.tolist(), a.seq_lens.tolist()
+    for b, (pool, length) in enumerate(zip(pools[: grid[0]], lengths[: grid[0]], strict=True)):
         a.out_cache_loc[b * count : b * count + count] = a.req_to_token[pool, length : length + count]
 
 
+# speculative/triton_ops/cache_locs.py:97
 @kernel
 def generate_draft_decode_kv_indices(grid, a):
     steps, batch, topk = grid
@@ -102,6 +113,7 @@ def generate_draft_decode_kv_indices(grid, a):
     return None
 
 
+# speculative/triton_ops/eagle.py:6
 @kernel
 def fill_bonus_tokens(grid, a):
     last = a.accept_lens[: grid[0]].long() - 1
@@ -109,6 +121,7 @@ def fill_bonus_tokens(grid, a):
     a.bonus_tokens_ptr[: grid[0]] = a.accept_tokens.reshape(-1)[rows + last].to(a.bonus_tokens_ptr.dtype)
 
 
+# speculative/triton_ops/eagle.py:25
 @kernel
 def fill_accept_out_cache_loc(grid, a):
     accepted = a.accept_index.reshape(-1)[: grid[0]]
@@ -116,6 +129,7 @@ def fill_accept_out_cache_loc(grid, a):
     a.accept_out_cache_loc[: len(accepted)] = a.out_cache_loc[accepted]
 
 
+# mem_cache/triton_ops/mla_buffer.py:11
 @kernel
 def set_mla_kv_buffer_kernel(grid, a):
     parts = ((a.cache_k_nope_ptr, a.nope_dim), (a.cache_k_rope_ptr, a.rope_dim))
@@ -149,7 +163,7 @@ def install():
         def run(self, *args, grid, warmup, **options):
             replacement = KERNELS.get(self.fn.__name__)
             if replacement and not warmup and self.fn.__module__.startswith("sglang."):
-                arguments = types.SimpleNamespace(**dict(zip(self.arg_names, args)), **options)
+                arguments = types.SimpleNamespace(**dict(zip(self.arg_names, args, strict=False)), **options)
                 with torch.no_grad():
                     if replacement(grid, arguments) is not NotImplemented:
                         return None

@@ -94,7 +94,12 @@ def verify_greedy(
 
 
 def install():
-    """Put the operations where SGLang imports them from, and take its CUDA branches."""
+    """Put the operations where SGLang imports them from, and take its CUDA branches.
+
+    Places (0.5.14, sglang/srt): speculative/eagle_utils.py:25 (import of the tree builder) and :232 (greedy verify),
+    speculative/triton_ops/cache_locs.py:346, `torch.cuda.synchronize` in models/llama.py:788 and :807 and
+    models/deepseek_v2.py:2789.
+    """
     import sgl_kernel
 
     sgl_kernel.build_tree_kernel_efficient = build_tree
@@ -102,7 +107,7 @@ def install():
 
     @after_import("torch.cuda")
     def _nothing_to_wait_for(module):
-        module.synchronize = lambda *args, **kwargs: None  # called in set_embed of 0.5.14
+        module.synchronize = lambda *args, **kwargs: None
 
     @after_import("sglang.srt.speculative.eagle_utils")
     def _tree_on_cuda_branch(module):

@@ -3,16 +3,24 @@
 The unmodified wheel of SGLang 0.5.14 serves small models on a CPU once (1) two absent packages have placeholders,
 (2) MLA uses its absorbed form, and (3), for EAGLE-3, its Triton kernels run in Triton's own interpreter with the few
 that matter replaced by plain PyTorch. Acts only where SGLANG_USE_CPU_ENGINE=1; no file of SGLang is changed. A missing
-operation raises by name. Versions: 0.5.14.
+operation raises by name. It knows the insides of one version: another SGLang ends here, loudly, since its functions
+could silently do nothing.
 """
 
+import importlib.metadata
 import os
 
+VERSION = "0.5.14"
+
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    found = importlib.metadata.version("sglang")
+    if found != VERSION:
+        # SystemExit: Python only prints other errors of this module, and goes on without the CPU mode.
+        raise SystemExit(f"eagle3-console: the CPU mode serves with SGLang {VERSION}, not with {found}")
     import eagle3_cpu_stubs
 
-    # torchvision: imported at module level by sglang/srt/utils/common.py. sgl_kernel: CUDA wheel; without AMX no op of
-    # it is reached for the model families served here.
+    # torchvision: imported at module level by sglang/srt/utils/common.py:92. sgl_kernel: a CUDA wheel; without AMX no
+    # operation of it is reached for the model families served here.
     eagle3_cpu_stubs.install("torchvision", "sgl_kernel")
 
     from eagle3_cpu_imports import after_import
