@@ -192,6 +192,12 @@ def _demo(parser: argparse.ArgumentParser) -> None:
 def _init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", default="kimi-k2.5", metavar="NAME", help="kimi-k2.5 (default) or demo")
     parser.add_argument("path", nargs="?", default="eagle3.toml", help="the file to write (default: eagle3.toml)")
+    parser.add_argument(
+        "--allow-store",
+        action="store_true",
+        default=False,
+        help="write nothing; agree, in typed words, that older stores under PATH's [store] root may be purged",
+    )
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
@@ -235,6 +241,11 @@ def _stop(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-input", action="store_true", help="never ask; exit 4 where consent is missing")
 
 
+def _undo(parser: argparse.ArgumentParser) -> None:
+    _site_flags(parser)
+    parser.add_argument("sha", metavar="SHA", help="of the purge, as its stage and the plan print it")
+
+
 def _explain(parser: argparse.ArgumentParser) -> None:
     _site_flags(parser)
     parser.add_argument("stage", metavar="STAGE")
@@ -271,6 +282,7 @@ COMMANDS = {
         ),
         Command("attach", "follow a pipeline; its own exit code becomes ours", "attach", _attach),
         Command("stop", "stop the pipeline's work, or one stage; servers only if asked to", "stop", _stop),
+        Command("undo", "take a purge back, within 15 minutes of it", "undo", _undo),
         Command("explain", "say why a stage would run or be skipped", "explain", _explain),
         Command("config", "show the resolved config", "config", _config),
     )

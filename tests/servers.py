@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import signal
 import socket
@@ -57,11 +58,15 @@ def spec_for(model: Path, mode: ServerMode, folder: Path, **more: Any) -> Server
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that was free a moment ago, outside the range from which the kernel gives ports to clients.
+
+    SGLang also wants port + 10000, so it must stay well below 65535.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def start(spec: ServerSpec, folder: Path, plugin: Path | None = None, without: Collection[str] = ()) -> RunningServer:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from backend.agent import orders, protocol, streams
+from backend.agent import deletions, orders, protocol, streams
 from backend.agent.child import ask_pilot, code_root
 from backend.agent.snapshot import snapshot
 from backend.agent.streams import Stream
@@ -95,6 +95,14 @@ async def _stop(home: Home, args: Args) -> dict[str, Any]:
     return await asyncio.to_thread(orders.stop, home, args)
 
 
+async def _undo(home: Home, args: Args) -> dict[str, Any]:
+    return await asyncio.to_thread(deletions.undo, home, args)
+
+
+async def _allow(home: Home, args: Args) -> dict[str, Any]:
+    return await asyncio.to_thread(deletions.allow_root, home, args)
+
+
 async def _snapshot(home: Home, args: Args) -> dict[str, Any]:
     return await asyncio.to_thread(snapshot, home, args.get("limit"))
 
@@ -125,10 +133,12 @@ def _host_id() -> str:
 
 
 CALLS: dict[str, Call] = {
+    "allow": _allow,
     "explain": _explain,
     "plan": _plan,
     "snapshot": _snapshot,
     "start": _start,
     "stop": _stop,
+    "undo": _undo,
 }
 STREAMS: dict[str, Callable[[Home, Args], Stream]] = {"log": streams.log, "watch": streams.watch}

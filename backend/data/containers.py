@@ -95,7 +95,7 @@ class SourceFile:
             yield from read(self._stream, str(self.path))
 
     def _sniff(self) -> Container:
-        """By content: '[' opens an array, '{' a line of JSON; by name only for YAML, which can begin with anything."""
+        """By content; by name only for YAML, which can begin with anything."""
         names = self.path.name.lower().removesuffix(".gz")
         try:
             head = self._stream.read1(_CHUNK)
@@ -113,15 +113,27 @@ class SourceFile:
             )
         if names.endswith((".yml", ".yaml")):
             return "yaml"
+        if start == b"{" or (start == b"[" and _is_line_of_several(head)):
+            return "jsonl"
         if start == b"[":
             return "json-array"
-        if start == b"{":
-            return "jsonl"
         raise OperatorError(
             f"{self.path} holds neither JSON lines, a JSON array nor YAML: it begins with {head[:16]!r}",
             fix="name YAML files .yml or .yaml; convert other files to JSON lines",
             reason="unknown_container",
         )
+
+
+def _is_line_of_several(head: bytes) -> bool:
+    """Whether a file that begins with '[' is JSON lines of lists: its first line is whole, and more follows."""
+    first, _, rest = head.removeprefix(_BOM).lstrip().partition(b"\n")
+    if not rest.strip():
+        return False
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _read_jsonl(stream: BufferedIOBase, name: str) -> Iterator[Found | Broken]:

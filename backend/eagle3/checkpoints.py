@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from backend.eagle3.folders import complete_folder
+from backend.eagle3.folders import complete_folder, discard_partial
 from backend.errors import OperatorError, Refused
 
 TENSORS = "training.pt"
@@ -44,11 +44,12 @@ def save_checkpoint(root: Path, step: int, checkpoint: Checkpoint, *, keep: int)
 
 
 def load_latest(root: Path, identity: Mapping[str, Any], device: torch.device) -> Checkpoint | None:
-    """The newest checkpoint, or None where there is none.
+    """The newest checkpoint, or None where there is none. Removes what a killed run left half-written.
 
     Raises `Refused` (reason `checkpoint_foreign`) naming the value in which it differs from this run, and
     `OperatorError` (reason `checkpoint_broken`) where it cannot be read.
     """
+    discard_partial(root)
     found = _complete(root)
     if not found:
         return None

@@ -21,6 +21,9 @@ def complete_folder(final: Path, *, replace: frozenset[str] = frozenset()) -> It
     An existing `final` is replaced only where it holds nothing but files named in `replace`; anything else is someone
     else's: `Refused` (reason `folder_taken`), before anything is written.
     """
+    partial, outgoing = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")
+    if outgoing.exists() and not final.exists():  # a crash between the two renames below
+        outgoing.rename(final)
     foreign = sorted(p.name for p in final.iterdir() if p.name not in replace) if final.exists() else []
     if foreign or (final.exists() and not replace):
         raise Refused(
@@ -29,9 +32,9 @@ def complete_folder(final: Path, *, replace: frozenset[str] = frozenset()) -> It
             reason="folder_taken",
         )
     final.parent.mkdir(parents=True, exist_ok=True)
-    partial = final.with_name(f".{final.name}.tmp-{os.getpid()}")
-    if partial.exists():
-        shutil.rmtree(partial)
+    for rest in (partial, outgoing):
+        if rest.exists():
+            shutil.rmtree(rest)
     partial.mkdir()
     try:
         yield partial
@@ -39,7 +42,6 @@ def complete_folder(final: Path, *, replace: frozenset[str] = frozenset()) -> It
             _sync(path)
         _sync(partial)
         if final.exists():
-            outgoing = final.with_name(f".{final.name}.old-{os.getpid()}")
             final.rename(outgoing)
             partial.rename(final)
             shutil.rmtree(outgoing)
@@ -49,6 +51,12 @@ def complete_folder(final: Path, *, replace: frozenset[str] = frozenset()) -> It
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _sync(final.parent)
+
+
+def discard_partial(parent: Path) -> None:
+    """Remove what killed writers left half-written under `parent`. Only the one writer of that folder may call this."""
+    for rest in parent.glob(".*.tmp"):
+        shutil.rmtree(rest)
 
 
 def _sync(path: Path) -> None:

@@ -106,8 +106,20 @@ class StoredStates(Protocol):
         """Last hidden state, after the final norm."""
 
 
+class StoreOrigin(Protocol):
+    """What a store says about its making, as far as training must know it."""
+
+    @property
+    def post_norm(self) -> bool:
+        """Whether the last hidden state was taken after the final norm."""
+
+
 class StateStore(Protocol):
     """What a hidden-state store offers to training (`backend.store.reader.Store`)."""
+
+    @property
+    def identity(self) -> StoreOrigin:
+        """What the store was made from."""
 
     def record(self, record_id: str, /) -> StoredStates:
         """The states of one record, or an error that names it."""
@@ -117,6 +129,13 @@ class StoreSource:
     """Merged records (ids, turns) joined with their states in a store, checked token by token as they are read."""
 
     def __init__(self, store: StateStore, merged: Iterable[RecordTokens]) -> None:
+        """Raises `OperatorError` (reason `pre_norm`) for a store of un-normed last states: labels would be wrong."""
+        if not store.identity.post_norm:
+            raise OperatorError(
+                "the hidden-state store holds last states from before the final norm; labels need them after it",
+                fix="extract again with the capture plugin, which stores them after the norm",
+                reason="pre_norm",
+            )
         self._store = store
         self._merged = tuple(merged)
 

@@ -40,6 +40,7 @@ from backend.report import Check, Reporter
 
 CANARY_RID = "eagle3-canary-"
 _HEAD_ROWS = 8192
+_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -118,20 +119,12 @@ def run_canary(
 
 
 def _collect(client: SGLangClient, target: TargetCheckpoint, settings: CanarySettings, launch_id: str) -> Evidence:
-    """Send both requests, read their dumps, and remove them whatever happens."""
+    """Both requests and what they left."""
     config = target.config
     ids = prompt_ids(settings.prompt_tokens, config.vocab_size, config.special_ids)
-    suffix = secrets.token_hex(4)
     folder = Path(settings.dump_dir)
-    try:
-        client.generate(ids, rid=BOUNDARIES_RID + suffix, max_new_tokens=1)
-        every = _read(folder, BOUNDARIES_RID + suffix, ids, launch_id)
-        reply = client.generate(ids, rid=CANARY_RID + suffix, max_new_tokens=1, return_logprob=True)
-        normal = _read(folder, CANARY_RID + suffix, ids, launch_id)
-    finally:
-        for rid in (BOUNDARIES_RID + suffix, CANARY_RID + suffix):
-            for left in folder.glob(f"{rid}.*"):
-                left.unlink()
+    every = _capture_boundaries(client, folder, ids, launch_id)
+    reply, normal = _request(client, folder, CANARY_RID, ids, launch_id)
     _expect_layers(every, tuple(range(config.num_hidden_layers)), "the request for all boundaries")
     _expect_layers(normal, settings.layers, "a normal request")
     return Evidence(
@@ -142,6 +135,28 @@ def _collect(client: SGLangClient, target: TargetCheckpoint, settings: CanarySet
         last_TH=normal.last_TH,
         logprobs_T=_logprobs(reply, ids),
     )
+
+
+def _capture_boundaries(client: SGLangClient, folder: Path, ids: list[int], launch_id: str) -> Capture:
+    """The capture at every boundary; asked again where somebody's health probe shared its batch."""
+    for _ in range(_TRIES - 1):
+        try:
+            return _request(client, folder, BOUNDARIES_RID, ids, launch_id)[1]
+        except OperatorError as error:
+            if error.reason != "capture_failed":
+                raise
+    return _request(client, folder, BOUNDARIES_RID, ids, launch_id)[1]
+
+
+def _request(client: SGLangClient, folder: Path, prefix: str, ids: list[int], launch_id: str) -> tuple[Reply, Capture]:
+    """One request and its dump, which is read and removed whatever happens."""
+    rid = prefix + secrets.token_hex(4)
+    try:
+        reply = client.generate(ids, rid=rid, max_new_tokens=1, return_logprob=True)
+        return reply, _read(folder, rid, ids, launch_id)
+    finally:
+        for left in folder.glob(f"{rid}.*"):
+            left.unlink()
 
 
 def _logprobs(reply: Reply, ids: list[int]) -> Tensor:

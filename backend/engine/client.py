@@ -71,7 +71,7 @@ def parse_reply(data: Mapping[str, Any]) -> Reply:
     """One `/generate` answer.
 
     Raises:
-        OperatorError: `bad_reply`, a field is missing.
+        OperatorError: `bad_reply`, a field is missing or is not what it should be.
     """
     try:
         meta = data["meta_info"]
@@ -87,7 +87,7 @@ def parse_reply(data: Mapping[str, Any]) -> Reply:
             spec_accept_length=meta.get("spec_accept_length"),
             input_token_logprobs=None if logprobs is None else tuple(entry[0] for entry in logprobs),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise OperatorError(
             f"the server's answer is not SGLang's: {type(error).__name__}: {error}",
             fix="something else answers on this port: see the gate's listener",
@@ -98,7 +98,11 @@ def parse_reply(data: Mapping[str, Any]) -> Reply:
 def _failure(url: str, error: httpx.HTTPError) -> OperatorError:
     if isinstance(error, httpx.HTTPStatusError):
         text = error.response.text[:300]
-        return OperatorError(f"{url} answered {error.response.status_code}: {text}", reason="server_refused")
+        return OperatorError(
+            f"{url} answered {error.response.status_code}: {text}",
+            fix="change what the answer names; the server's log says more",
+            reason="server_refused",
+        )
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return OperatorError(f"{url} does not answer: {what}", fix="look at the server's log", reason="server_unreachable")
 

@@ -311,7 +311,11 @@ class _Gate:
             polls=self.polls,
             load_lines=tuple(load_progress(self.server.log)),
             why=why(
-                ready_after_s=self.ready_after_s, weight_bytes=weights, read_bytes=self.read_bytes, polls=self.polls
+                ready_after_s=self.ready_after_s,
+                ours=any(check.name == "launch_id" and check.ok for check in self.checks),
+                weight_bytes=weights,
+                read_bytes=self.read_bytes,
+                polls=self.polls,
             ),
             canary_digest=self.canary_digest,
         )

@@ -36,7 +36,11 @@ def listener_is_ours(listeners: Sequence[Listener], tree: Collection[int], facts
     """Every socket that can answer on our address belongs to a process of our tree."""
     foreign = [listener for listener in listeners if not set(listener.pids) & set(tree)]
     if listeners and not foreign:
-        return Check("listener", True, f"{facts}", {"pid": facts.pid if facts else None})
+        where = ", ".join(f"{listener.address}:{listener.port}" for listener in listeners)
+        pids = sorted({pid for listener in listeners for pid in listener.pids})
+        return Check(
+            "listener", True, f"{where} belongs to pid {', '.join(map(str, pids))} of our tree", {"pids": pids}
+        )
     if not listeners:
         return Check(
             "listener",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backend.engine import cpu
-from backend.errors import OperatorError
+from backend.errors import OperatorError, UsageError
 
 ServerMode = Literal["extract", "serve", "serve+draft", "regenerate"]
 PLUGIN = "eagle3_capture"
@@ -68,6 +68,9 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
 
 
 TESTED_VERSION = "0.5.14"
+GRPC_OFFSET = 10_000
+"""sglang/srt/server_args.py:2763 of 0.5.14: the gRPC port is port + 10000 unless SGLANG_GRPC_PORT says otherwise."""
+HIGHEST_PORT = 65_535 - GRPC_OFFSET
 
 # How /server_info shows that graphs are off, by the first SGLang version that shows it so (of the eight versions from
 # 0.5.5.post3 to 0.5.23 that were read). `--disable-cuda-graph` itself is accepted by all eight, deprecated from 0.5.14.
@@ -86,7 +89,17 @@ def version_key(version: str) -> tuple[int, ...]:
 
 
 def argv(python: str, spec: ServerSpec) -> list[str]:
-    """The command. `--weight-version` carries the launch id: `/model_info` and every reply give it back."""
+    """The command. `--weight-version` carries the launch id: `/model_info` and every reply give it back.
+
+    Raises:
+        UsageError: `bad_port`, a port with which SGLang would die after its imports.
+    """
+    if spec.port > HIGHEST_PORT and "SGLANG_GRPC_PORT" not in spec.env:
+        raise UsageError(
+            f"SGLang cannot serve on port {spec.port}: it also takes the port + {GRPC_OFFSET} for itself",
+            fix=f"set [server] port to {HIGHEST_PORT} or less",
+            reason="bad_port",
+        )
     command = [python, "-m", "sglang.launch_server", "--model-path", spec.model_path]
     command += ["--host", spec.host, "--port", str(spec.port), "--tp-size", str(spec.tp)]
     command += ["--weight-version", spec.launch_id]

@@ -149,7 +149,11 @@ class Verdict:
 
     def text(self) -> str:
         """The verdict for people: one headline, the reason, and one line a check."""
-        head = "never ready" if self.ready_after_s is None else f"ready after {self.ready_after_s:.1f} s"
+        after = "" if self.ready_after_s is None else f" after {self.ready_after_s:.1f} s"
+        if self.failed is not None:
+            head = f"{self.failed.name}{after and f' (/health was 200{after})'}"
+        else:
+            head = f"ready{after}"
         lines = [f"{self.word}: {head}, launch {self.launch_id}", self.why]
         lines += [f"suspect: {reason}" for reason in self.suspicions]
         lines += [f"listener: {self.listener}"] if self.listener else []
@@ -190,10 +194,15 @@ def suspicions(
     return tuple(found)
 
 
-def why(*, ready_after_s: float | None, weight_bytes: int, read_bytes: int | None, polls: int) -> str:
-    """Why the start was as fast or slow as it was: disk reads of the server's processes against the weight bytes."""
+def why(*, ready_after_s: float | None, ours: bool, weight_bytes: int, read_bytes: int | None, polls: int) -> str:
+    """Why the start was as fast or slow as it was: disk reads of the server's processes against the weight bytes.
+
+    `ours` is whether the answer was proven to come from this launch; nothing is explained of another server's.
+    """
     if ready_after_s is None:
-        return f"The server never answered /health with 200 in {polls} poll(s)."
+        return f"Nobody answered /health with 200 in {polls} poll(s)."
+    if not ours:
+        return "What answered /health was not proven to be this launch, so it says nothing about our server."
     first = " It was healthy at the gate's first look, so the time is an upper bound." if polls == 1 else ""
     if read_bytes is None:
         return f"The kernel does not let us see the server's disk reads, so page cache or disk cannot be told.{first}"

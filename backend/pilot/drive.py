@@ -23,7 +23,7 @@ from backend.pilot.history import History
 from backend.pilot.keeper import LeaseKeeper
 from backend.pilot.summary import summarise
 from backend.report import Silent
-from backend.runs.atomic import read_json
+from backend.runs.atomic import read_json, write_json
 from backend.runs.events import EventLog
 from backend.runs.fingerprint import digest
 from backend.runs.layout import Attempt, Home, Pipeline
@@ -78,7 +78,7 @@ class Pilot:
             ) from None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _interrupt)
-        began = time.monotonic()
+        began, order = time.monotonic(), os.environ.get(ORDER_VARIABLE)
         self.log.emit("pipeline_started", {"name": self.name, "stages": stage_names()})
         try:
             with LeaseKeeper(self.ctx.home.operator, os.environ.get(LEASE_VARIABLE)) as self.lease:
@@ -90,7 +90,12 @@ class Pilot:
             code = error.code
             if error.reason == "needs_confirmation":
                 self.log.emit("needs_confirmation", error.as_json())
+            elif not any("error" in result for result in self.results.values()):
+                self.log.emit("warning", {"text": str(error)})  # no stage failed: the pilot itself could not go on
         summary = summarise(self.ctx, self.results)
+        if order:
+            # An event's line is cut at 4 KB; the whole summary stands beside the pilot's other files.
+            write_json(Path(order).parent / OUTPUTS, {"summary": summary})
         self.log.emit(
             "pipeline_ended", {"code": int(code), "seconds": round(time.monotonic() - began, 1), "summary": summary}
         )
@@ -199,9 +204,12 @@ class Pilot:
         if state.state == "succeeded" and recorded is not None:
             product = Product(stage.name, recorded["fingerprint"], recorded["outputs"], task.path)
             self._keep(stage.name, product, "ran", seconds)
-            self.log.emit(
-                "stage_ended", {"state": "succeeded", "seconds": seconds}, stage=stage.name, att=attempt.number
-            )
+            ended = {"state": "succeeded", "seconds": seconds}
+            self.log.emit("stage_ended", ended, stage=stage.name, att=attempt.number)
+            if stage.name == "purge":
+                self._empty_trash(attempt)
+            if "verdict" in product.outputs:
+                self._ready(stage, product.outputs["verdict"], attempt)
             return
         error = read_failure(task.path) or OperatorError(
             f"stage {stage.name} {state.describe()}",
@@ -214,6 +222,14 @@ class Pilot:
         if stage.name in ("gate", "deploy"):
             self._stop_service("launch" if stage.name == "gate" else "deploy", "it could not be proven")
         raise error
+
+    def _ready(self, stage: Stage, verdict: dict[str, Any], proof: Attempt) -> None:
+        """Tell that a server can be used, with the verdict in short, in the name of the service itself."""
+        name = "launch" if stage.name == "gate" else stage.name
+        server = self.pipeline.current(name) or proof
+        facts = {key: verdict[key] for key in ("launch_id", "word", "ready_after_s", "why")}
+        text = f"{verdict['word']} after {verdict['ready_after_s']:.1f} s: {verdict['why']}"
+        self.log.emit("service_ready", {**facts, "text": text}, stage=name, att=server.number)
 
     def _empty_trash(self, purge: Attempt) -> None:
         """Start the job that frees the trash after its undo window; it outlives the pilot."""

@@ -24,6 +24,8 @@ WITHIN = "EAGLE3_RUN_WITHIN"
 SUPERVISOR = "EAGLE3_SUPERVISOR_OF"
 """Environment variable of a supervisor: the run id that it supervises. It carries no TAG of that run."""
 
+_EXEC_LOOKS = 10_000
+
 
 def boot_id() -> str:
     """The kernel's random id of this boot. A restarted container keeps it: compare `pid1_ticks` too."""
@@ -56,14 +58,21 @@ class Seen:
         return self.state in "ZX" and self.threads <= 1
 
 
-def see(pid: int) -> Seen | None:
-    """The process of that number now, zombies included; None where there is none."""
+def _stat(pid: int) -> list[str] | None:
+    """Fields of `/proc/PID/stat` from the third (state) on; the second, a name, may hold spaces and brackets."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    words = text[text.rindex(")") + 2 :].split()
-    return Seen(pid=pid, ppid=int(words[1]), state=words[0], start_ticks=int(words[19]), threads=int(words[17]))
+    return text[text.rindex(")") + 2 :].split()
+
+
+def see(pid: int) -> Seen | None:
+    """The process of that number now, zombies included; None where there is none."""
+    words = _stat(pid)
+    if words is None:
+        return None
+    return Seen(pid, ppid=int(words[1]), state=words[0], start_ticks=int(words[19]), threads=int(words[17]))
 
 
 def start_ticks(pid: int) -> int | None:
@@ -84,13 +93,28 @@ def all_processes() -> dict[int, Seen]:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The environment that a process was started with; empty where it is gone or not ours to read."""
-    try:
-        data = Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return {}
+    """The environment that a process was started with; empty where it is gone or not ours to read.
+
+    In the middle of exec a process has none for an instant; a search for tags that looked then would miss it, so
+    that instant is waited out.
+    """
+    data = b""
+    for _ in range(_EXEC_LOOKS):
+        try:
+            data = Path(f"/proc/{pid}/environ").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return {}
+        if data or not _in_exec(pid):
+            break
+        os.sched_yield()
     entries = (entry.decode(errors="replace").partition("=") for entry in data.split(b"\0") if entry)
     return {name: value for name, sign, value in entries if sign}
+
+
+def _in_exec(pid: int) -> bool:
+    """True between the two moments of exec: memory is new (size > 0), arguments are not there yet (env_start = 0)."""
+    words = _stat(pid)
+    return words is not None and int(words[20]) > 0 and int(words[47]) == 0
 
 
 def uid_of(pid: int) -> int | None:
@@ -102,17 +126,20 @@ def uid_of(pid: int) -> int | None:
     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("Uid:")), None)
 
 
-def tagged(run_id: str, processes: Mapping[int, Seen] | None = None) -> tuple[Seen, ...]:
+def tagged(run_id: str, processes: Mapping[int, Seen] | None = None, *, orphaned: bool = False) -> tuple[Seen, ...]:
     """Living processes of our uid whose environment says that they belong to run `run_id`, at any depth.
 
-    Includes the supervisors of attempts nested in it; never the run's own supervisor and never the caller.
+    Includes the supervisors of attempts nested in it; never the run's own supervisor and never the caller. With
+    `orphaned` (its supervisor is dead) what still looks like that one is a job caught between fork and exec.
     """
     found = []
     for seen in (all_processes() if processes is None else processes).values():
         if seen.pid == os.getpid():
             continue
         env = environment(seen.pid)
-        if (env.get(TAG) == run_id or run_id in env.get(WITHIN, "").split(",")) and uid_of(seen.pid) == os.getuid():
+        member = env.get(TAG) == run_id or run_id in env.get(WITHIN, "").split(",")
+        member = member or (orphaned and env.get(SUPERVISOR) == run_id)
+        if member and uid_of(seen.pid) == os.getuid():
             found.append(seen)
     return tuple(found)
 

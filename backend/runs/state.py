@@ -144,5 +144,5 @@ def _stale(facts: dict[str, Any]) -> AttemptState:
     if supervisor.pid1_ticks != identity.pid1_ticks():
         return AttemptState("stale", reason="container_restart", **facts)
     job: ProcessIdentity | None = facts["job"]
-    alive = bool(identity.tagged(facts["run_id"])) or (job is not None and job.alive())
+    alive = bool(identity.tagged(facts["run_id"], orphaned=True)) or (job is not None and job.alive())
     return AttemptState("stale", reason="supervisor_died", job_alive=alive, **facts)

@@ -88,8 +88,11 @@ def stop(attempt_dir: Path, grace_s: float | None = None, *, port: int | None = 
             how = "escalated"
             left = _end_tagged(spec.run_id, before.job, 0.0, signalled)
             _kill_supervisor(before, signalled)
+        elif not attempt.exit.exists():
+            how = "tagged"  # it was dead already, or killed while it stopped
     elif before.job_alive:
         how = "tagged"
+    if how == "tagged":
         left = _end_tagged(spec.run_id, before.job, grace, signalled)
     left = left or tuple(tree.describe(seen) for seen in identity.tagged(spec.run_id))
     is_open = port is not None and ports.is_listening(port)

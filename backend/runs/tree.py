@@ -52,6 +52,8 @@ def _room_for_pidfds() -> Iterator[None]:
 class ProcessSet:
     """The living processes of one run: those that carry its tag, the descendants of `root`, and `job`.
 
+    `root` is its living supervisor; None where that is dead.
+
     A member stays until it is dead, however it looks meanwhile: an exiting process loses its environment, and with it
     its tag, seconds before its memory and its GPUs are free.
     """
@@ -90,7 +92,7 @@ class ProcessSet:
         self._shielded = {below.pid for top in self._supervisors for below in identity.descendants(top, processes)}
 
     def _members(self, processes: Mapping[int, Seen]) -> dict[Seen, Seen]:
-        found = list(identity.tagged(self._run_id, processes))
+        found = list(identity.tagged(self._run_id, processes, orphaned=self._root is None))
         if self._root is not None:
             found.extend(identity.descendants(self._root, processes))
         if self._job is not None and self._job.pid in processes and self._job.alive():

@@ -269,6 +269,31 @@ def test_a_killed_supervisor_leaves_a_stale_attempt_that_can_be_stopped(runs: Ru
     assert not Attempt(started.attempt).exit.exists()
 
 
+@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.long)])
+def test_a_supervisor_killed_at_any_moment_leaves_nothing_that_cannot_be_found(runs: Runs, count: int) -> None:
+    seen: dict[str, int] = {}
+    for number in range(count):
+        attempt = runs.spec(str(number), ["sleep", "1000"])
+        run_id = str((read_json(attempt.spec) or {})["run_id"])
+        environ = {**os.environ, identity.SUPERVISOR: run_id}
+        argv = [sys.executable, "-m", "backend.runs.supervisor", str(attempt.path)]
+        with subprocess.Popen(argv, env=environ) as supervisor:
+            while not attempt.lock.exists():
+                os.sched_yield()
+            for _ in range(number % 60):
+                state(attempt.path)
+            supervisor.kill()
+        before = state(attempt.path)
+        seen[before.state] = seen.get(before.state, 0) + 1
+        # "running": the job, between fork and exec, still holds the lock that it inherited.
+        assert before.state in ("pending", "stale", "running")
+        assert before.state != "pending" or identity.tagged(run_id, orphaned=True) == ()
+        assert stop(attempt.path, 0).ok
+        assert identity.tagged(run_id, orphaned=True) == ()
+        assert state(attempt.path).state in ("pending", "stale") and not state(attempt.path).job_alive
+    assert seen.get("stale"), f"no kill hit a started job: {seen}"
+
+
 def test_reboot_and_container_restart_are_told_apart(runs: Runs) -> None:
     started = runs.sh("a", f"echo up > $FIFO; {SLEEP}")
     runs.lines(1)
@@ -328,14 +353,15 @@ from pathlib import Path
 from backend.runs.supervisor import start, write_spec
 inner = Path(sys.argv[1])
 inner.mkdir()
-write_spec(inner, argv=["sh", "-c", f"trap 'exit 5' TERM; echo up > {sys.argv[2]}; sleep 1000 & wait"], grace_s=5.0)
+script = f"trap 'exit 5' TERM; echo up > {sys.argv[2]}; while :; do sleep 1000 & wait; done"
+write_spec(inner, argv=["sh", "-c", script], grace_s=30.0)
 start(inner)
 sys.stdin = open(sys.argv[3])
 sys.stdin.read()
 """
 
 
-def nest(runs: Runs, subreaper: bool, *, grace_s: float = 10.0) -> tuple[Started, Path]:
+def nest(runs: Runs, subreaper: bool, *, grace_s: float = 60.0) -> tuple[Started, Path]:
     inner, go = runs.folder / "inner", Path(f"{runs.fifo}.go")
     os.mkfifo(go)
     argv = [sys.executable, "-c", NEST, str(inner), str(runs.fifo), str(go)]

@@ -249,6 +249,8 @@ def test_a_run_killed_three_times_ends_as_one_that_never_was(tmp_path: Path) -> 
         process.wait()
         process.stdout.close()
     first = finish(start(target, tmp_path / "killed"))
+    names = [p.name for p in (tmp_path / "killed" / "checkpoints").iterdir()]
+    assert all(name.startswith("step-") for name in names), "half-written checkpoints are removed"
     assert first >= 14, "the run went on from its newest checkpoint"
     assert final_losses(tmp_path / "killed") == final_losses(tmp_path / "whole")
     draft = "draft/model.safetensors"

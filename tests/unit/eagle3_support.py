@@ -25,6 +25,8 @@ from backend.eagle3.vocab import DraftVocab
 from backend.report import Check
 
 CPU = torch.device("cpu")
+# Tensors of a few hundred numbers: a second thread has nothing to do but wait, and on a busy machine waits long.
+torch.set_num_threads(1)
 
 
 def write_target(

@@ -24,6 +24,7 @@ CPU_MODE = Path(backend.engine.__file__).parent / "cpu_mode"
 sys.path.append(str(CPU_MODE))
 
 from eagle3_cpu_attention import _decode, _extend  # noqa: E402
+from eagle3_cpu_kernels import KERNELS as REPLACED  # noqa: E402
 from eagle3_cpu_speculative import build_tree, verify_greedy  # noqa: E402
 
 SLOW_ATTENTION = 2e-5
@@ -66,7 +67,7 @@ def random_tree(rng: random.Random, topk: int, depth: int, nodes: int) -> Tree:
 
     Candidate ids: level 0 has 0..k-1; a later level has k more for each beam entry, in order.
     """
-    parent_of: dict[int, int] = {i: -1 for i in range(topk)}
+    parent_of: dict[int, int] = dict.fromkeys(range(topk), -1)
     beam, parent_list = list(range(topk)), [-1]
     for level in range(1, depth):
         first = topk + (level - 1) * topk * topk
@@ -278,9 +279,7 @@ def differences() -> dict[str, float]:
 
 @pytest.mark.slow
 def test_every_replaced_kernel_is_compared(differences: dict[str, float]) -> None:
-    from eagle3_cpu_kernels import KERNELS as replaced
-
-    assert set(replaced) == set(KERNELS)
+    assert set(REPLACED) == set(KERNELS)
     assert set(differences) == {*KERNELS, "extend_attention_fwd", "decode_attention_fwd"}
 
 

@@ -114,8 +114,13 @@ def test_a_bad_element_does_not_end_the_array(tmp_path: Path) -> None:
     assert "0xc3 at byte 30" in broken(items)[1].detail
 
 
+def test_lines_that_are_lists_are_lines_and_not_one_array_with_a_tail(tmp_path: Path) -> None:
+    assert values(read(tmp_path / "a.jsonl", b'["q", "a"]\n["q2", "a2"]\n')) == [["q", "a"], ["q2", "a2"]]
+    assert values(read(tmp_path / "a.jsonl", b'[{"a": 1},\n{"a": 2}]\n')) == [{"a": 1}, {"a": 2}]
+
+
 def test_what_stands_behind_an_array_is_not_passed_over(tmp_path: Path) -> None:
-    items = read(tmp_path / "a.json", b'[{"a": 1}]\n[{"a": 2}]')
+    items = read(tmp_path / "a.json", b'[\n{"a": 1}][{"a": 2}]')
     assert values(items) == [{"a": 1}]
     assert [(bad.reason, bad.where) for bad in broken(items)] == [("trailing_bytes", f"{tmp_path}/a.json@11")]
 

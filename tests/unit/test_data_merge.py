@@ -65,7 +65,7 @@ LINES: list[object] = [
 ]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     first=st.lists(st.sampled_from(LINES), min_size=1, max_size=12),
     second=st.lists(st.sampled_from(LINES), min_size=1, max_size=12),
@@ -82,9 +82,9 @@ def test_whatever_is_read_is_kept_or_dropped_for_a_reason(
     cap: int | None,
     shares: tuple[float, float],
 ) -> None:
-    extra = dialogue("always", "here")
+    first, second = [dialogue("always", "here"), *first], [dialogue("also", "here"), *second]
     specs = [
-        spec(write_jsonl(tmp_path / "1.jsonl", [*first, extra]), "one", format="openai", max_bad=1.0, max_records=cap),
+        spec(write_jsonl(tmp_path / "1.jsonl", first), "one", format="openai", max_bad=1.0, max_records=cap),
         spec(write_jsonl(tmp_path / "2.jsonl", second), "two", format="openai", max_bad=1.0, on_policy=True),
     ]
     more = {"heldout_share": shares[0], "validation_share": shares[1], "overlength": overlength, "max_tokens": 100}
@@ -93,7 +93,7 @@ def test_whatever_is_read_is_kept_or_dropped_for_a_reason(
     except OperatorError as error:
         assert error.reason == "nothing_left"
         return
-    assert [source.read for source in report.sources] == [len(first) + 1, len(second)]
+    assert [source.read for source in report.sources] == [len(first), len(second)]
     assert all(source.adds_up() for source in report.sources)
     assert failed(tmp_path / "out") == []
     assert read_report(tmp_path / "out") == report
@@ -287,7 +287,7 @@ def test_a_useless_source_stops_the_merge_before_the_good_ones_are_read(
     if content is not None:
         (tmp_path / name).write_text(content)
     before = data_digest(older)
-    with pytest.raises(OperatorError, match="useless|empty") as caught:
+    with pytest.raises(OperatorError, match=r"useless|a\.jsonl is empty") as caught:
         run(
             model, older, spec(write_jsonl(tmp_path / "good.jsonl", talks(3)), "good"), spec(tmp_path / name, "useless")
         )

@@ -73,10 +73,16 @@ class Stored:
     last_TH: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Origin:
+    post_norm: bool
+
+
 class Shelf:
     """A store of one record."""
 
-    def __init__(self, ids: list[int]) -> None:
+    def __init__(self, ids: list[int], post_norm: bool = True) -> None:
+        self.identity = Origin(post_norm)
         self.stored = Stored(torch.tensor(ids, dtype=torch.int32), torch.ones(len(ids), 3), torch.ones(len(ids), 1))
 
     def record(self, record_id: str) -> Stored:
@@ -90,3 +96,9 @@ def test_a_store_source_joins_by_id_and_refuses_states_of_other_tokens() -> None
     with pytest.raises(OperatorError, match="r17") as caught:
         StoreSource(Shelf([4, 5, 7]), [merged]).load(0)
     assert caught.value.reason == "record_mismatch"
+
+
+def test_a_store_of_unnormed_last_states_is_refused() -> None:
+    with pytest.raises(OperatorError) as caught:
+        StoreSource(Shelf([4], post_norm=False), [])
+    assert caught.value.reason == "pre_norm"

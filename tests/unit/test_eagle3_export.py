@@ -13,11 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from backend.eagle3.draft_config import DraftConfig
 from backend.eagle3.export import check_export, expected_tensors, export_draft, load_draft, require
+from backend.eagle3.folders import complete_folder
 from backend.eagle3.initial import initialise
 from backend.eagle3.target import TargetCheckpoint
 from backend.errors import OperatorError, Refused
 from tests.unit.eagle3_support import random_draft, write_target
 from tests.unit.test_eagle3_target import KIMI_ROPE
+
+OURS = ("config.json", "model.safetensors")
 
 
 @pytest.fixture
@@ -211,6 +214,17 @@ def test_a_failed_write_leaves_the_old_export_and_no_rest(
     with pytest.raises(OSError, match="No space"):
         export_draft(draft, tmp_path / "x")
     assert (tmp_path / "x" / "model.safetensors").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["target", "x"]
+
+
+def test_a_crash_between_the_two_renames_loses_no_export(tmp_path: Path, target: TargetCheckpoint) -> None:
+    draft = random_draft(target, 38).float()
+    export_draft(draft, tmp_path / "x")
+    (tmp_path / "x").rename(tmp_path / ".x.old")
+    (tmp_path / ".x.tmp").mkdir()
+    with pytest.raises(RuntimeError, match="stop"), complete_folder(tmp_path / "x", replace=frozenset(OURS)):
+        raise RuntimeError("stop")
+    assert torch.equal(load_draft(tmp_path / "x").fc.weight, draft.fc.weight)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["target", "x"]
 
 

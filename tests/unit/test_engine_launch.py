@@ -12,7 +12,7 @@ import pytest
 
 from backend.engine.launch import ServerMode, ServerSpec, argv, engine_defaults, environment, expected_flags
 from backend.engine.launch import version_key as key
-from backend.errors import OperatorError
+from backend.errors import OperatorError, UsageError
 
 SPEC = ServerSpec(
     mode="extract",
@@ -86,6 +86,13 @@ def test_the_operators_own_arguments_come_last() -> None:
 
 def test_the_command_is_a_list_for_the_given_interpreter() -> None:
     assert argv("/venv/bin/python", SPEC)[:3] == ["/venv/bin/python", "-m", "sglang.launch_server"]
+
+
+def test_a_port_that_sglang_would_die_of_is_refused_before_the_launch() -> None:
+    assert flags(replace(SPEC, port=55535))["--port"] == "55535"
+    with pytest.raises(UsageError, match="55536"):
+        argv("python", replace(SPEC, port=55536))
+    assert argv("python", replace(SPEC, port=60000, env={"SGLANG_GRPC_PORT": "7000"}))
 
 
 def test_capture_variables_are_set_for_extraction_alone(tmp_path: Path) -> None:

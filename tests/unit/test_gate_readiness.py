@@ -54,12 +54,17 @@ def test_a_listener_older_than_the_launch_is_named_with_its_age() -> None:
     ],
 )
 def test_the_reason_compares_bytes_from_disk_with_weight_bytes(read: int | None, words: str) -> None:
-    assert words in why(ready_after_s=120.0, weight_bytes=KIMI_BYTES, read_bytes=read, polls=12)
+    assert words in why(ready_after_s=120.0, ours=True, weight_bytes=KIMI_BYTES, read_bytes=read, polls=12)
 
 
 def test_a_server_that_was_healthy_at_the_first_look_has_only_an_upper_bound() -> None:
-    assert "upper bound" in why(ready_after_s=120.0, weight_bytes=1, read_bytes=1, polls=1)
-    assert "upper bound" not in why(ready_after_s=120.0, weight_bytes=1, read_bytes=1, polls=2)
+    assert "upper bound" in why(ready_after_s=120.0, ours=True, weight_bytes=1, read_bytes=1, polls=1)
+    assert "upper bound" not in why(ready_after_s=120.0, ours=True, weight_bytes=1, read_bytes=1, polls=2)
+
+
+def test_nothing_is_explained_about_a_server_that_is_not_ours() -> None:
+    told = why(ready_after_s=1.0, ours=False, weight_bytes=KIMI_BYTES, read_bytes=0, polls=1)
+    assert "not proven to be this launch" in told and "page cache" not in told
 
 
 def verdict(*checks: Check, suspicions: tuple[str, ...] = ()) -> Verdict:
@@ -93,4 +98,5 @@ def test_a_check_that_could_not_be_made_does_not_fail_the_gate_and_one_that_fail
     assert verdict(GOOD, suspicions=("too fast",)).word == "SUSPECT"
     failed = verdict(GOOD, BAD)
     assert failed.word == "FAILED" and failed.failed == BAD
+    assert failed.text().startswith("FAILED: listener (/health was 200 after 31.5 s), launch launch-1")
     assert "fix: stop pid 7" in failed.text() and "pid 4112" in failed.text()

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.errors import OperatorError
@@ -79,6 +79,7 @@ def test_a_log_that_shrank_is_not_read_as_if_it_had_grown(tmp_path: Path) -> Non
     assert read_events(tmp_path / "none.jsonl") == ([], 0)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.text(max_size=40),

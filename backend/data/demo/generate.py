@@ -63,15 +63,19 @@ def read_answers(path: Path = ANSWERS) -> list[Answer]:
         OperatorError: the file is missing, or a line is not an answer.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().split(b"\n")  # not `splitlines`: an answer may hold other characters that end a line
     except FileNotFoundError as error:
         raise OperatorError(f"{path} is missing", fix="`make demo-data` writes it", reason="answers_missing") from error
     answers = []
     for number, line in enumerate(lines, 1):
+        if not line:
+            continue
         try:
             answers.append(Answer(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError) as error:
-            raise OperatorError(f"{path}:{number} is not an answer: {error}", fix="`make demo-data`") from error
+        except (ValueError, TypeError) as error:
+            raise OperatorError(
+                f"{path}:{number} is not an answer: {error}", fix="`make demo-data` makes it again", reason="damaged"
+            ) from error
     return answers
 
 
@@ -190,13 +194,13 @@ def _answer(chat: ChatFormat, prompt: Prompt, prompt_ids: tuple[int, ...], reply
 
 
 def _resume(out: Path, journal: Path) -> Iterator[Answer]:
-    """Answers of an earlier finished or broken run. A torn last line of the journal is an answer not given."""
+    """Answers of an earlier finished or broken run. A torn last line of the journal is cut off."""
     if out.exists():
         yield from read_answers(out)
     if journal.exists():
-        for line in journal.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield Answer(**json.loads(line))
+        whole = journal.read_bytes()
+        os.truncate(journal, whole.rfind(b"\n") + 1)
+        yield from read_answers(journal)
 
 
 def _line(answer: Answer) -> str:

@@ -75,14 +75,16 @@ def demo_prompts() -> tuple[Prompt, ...]:
 
 def prompt_index() -> dict[str, Prompt]:
     """Every text that could be a prompt, by its content id: wider than `demo_prompts`, so that answers keep their
-    prompts when the selection changes."""
+    prompts when the selection changes. A text of both packages counts as chatterbot's, as it does there."""
     texts: list[tuple[Package, str]] = []
     for subject in chatterbot_subjects().values():
         texts += [("chatterbot", dialogue[0]) for dialogue in subject]
     for dialogue in chitchat_dialogues():
         texts += [("chitchat", dialogue.challenge), ("chitchat", dialogue.opening)]
-    prompts = (_prompt(package, text) for package, text in texts if text)
-    return {prompt.id: prompt for prompt in prompts}
+    index: dict[str, Prompt] = {}
+    for prompt in (_prompt(package, text) for package, text in texts if text):
+        index.setdefault(prompt.id, prompt)
+    return index
 
 
 def folded(text: str) -> str:
