@@ -44,9 +44,10 @@ CORPUS = (
     "the quick brown fox jumps over the lazy dog. speculative decoding drafts tokens and the target verifies them ",
     "hello world, this is a test of the tiny tokenizer 0123456789. what is the capital of france? paris. ",
 )
+# A line break ends the role: a space there would merge with the answer's first word, and no mask could tell them apart.
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}</s>{% endif %}\n"
-    "{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}{% if m['role'] == 'assistant' %}</s>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 
 

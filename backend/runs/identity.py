@@ -104,17 +104,23 @@ def environment(pid: int) -> dict[str, str]:
             data = Path(f"/proc/{pid}/environ").read_bytes()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             return {}
-        if data or not _in_exec(pid):
+        if data or _has_no_environment(pid):
             break
         os.sched_yield()
     entries = (entry.decode(errors="replace").partition("=") for entry in data.split(b"\0") if entry)
     return {name: value for name, sign, value in entries if sign}
 
 
-def _in_exec(pid: int) -> bool:
-    """True between the two moments of exec: memory is new (size > 0), arguments are not there yet (env_start = 0)."""
+def _has_no_environment(pid: int) -> bool:
+    """True where nothing read from `environ` means that there is nothing: no memory any more, or an empty one.
+
+    In mid-exec the memory is new (size > 0) and env_start still 0; just after it, env_start < env_end.
+    """
     words = _stat(pid)
-    return words is not None and int(words[20]) > 0 and int(words[47]) == 0
+    if words is None:
+        return True
+    size, env_start, env_end = int(words[20]), int(words[47]), int(words[48])
+    return size == 0 or env_start == env_end != 0
 
 
 def uid_of(pid: int) -> int | None:

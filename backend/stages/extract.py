@@ -63,6 +63,8 @@ class Extract(Stage):
         """Bytes under each scheme, and hours at the assumed rate."""
         figures, tokens, scheme = target_figures(ctx), token_figures(ctx), ctx.config.store.scheme
         sizes = {name: tokens.tokens * scheme_bytes(figures, name) for name in SCHEMES}
+        # Every state in fp8 with a scale per (token, layer): shown for the budget, not offered by the store.
+        sizes["fp8"] = tokens.tokens * 4 * (figures.hidden_size + 4)
         lines = [
             f"{tokens.tokens:,} tokens {tokens.source}",
             "store: "

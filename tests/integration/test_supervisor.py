@@ -269,7 +269,7 @@ def test_a_killed_supervisor_leaves_a_stale_attempt_that_can_be_stopped(runs: Ru
     assert not Attempt(started.attempt).exit.exists()
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [24, pytest.param(300, marks=pytest.mark.long)])
 def test_a_supervisor_killed_at_any_moment_leaves_nothing_that_cannot_be_found(runs: Runs, count: int) -> None:
     seen: dict[str, int] = {}
     for number in range(count):
@@ -279,6 +279,8 @@ def test_a_supervisor_killed_at_any_moment_leaves_nothing_that_cannot_be_found(r
         argv = [sys.executable, "-m", "backend.runs.supervisor", str(attempt.path)]
         with subprocess.Popen(argv, env=environ) as supervisor:
             while not attempt.lock.exists():
+                os.sched_yield()
+            while number % 2 and not attempt.intent.exists():
                 os.sched_yield()
             for _ in range(number % 60):
                 state(attempt.path)

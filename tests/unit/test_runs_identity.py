@@ -111,6 +111,21 @@ def test_tagged_processes_are_found_at_any_depth_and_others_are_not(tmp_path: Pa
             parent.kill()
 
 
+def test_a_process_in_the_middle_of_exec_does_not_look_untagged() -> None:
+    again = 'exec sh -c "$0" "$0"'
+    with subprocess.Popen(["sh", "-c", again, again], env={**os.environ, TAG: "R1"}) as process:
+        seen = {identity.environment(process.pid).get(TAG) for _ in range(3000)}
+        assert process.poll() is None
+        process.kill()
+    assert seen == {"R1"}
+
+
+def test_an_empty_environment_is_told_from_one_that_is_not_there_yet() -> None:
+    with subprocess.Popen(["/bin/sleep", "1000"], env={}) as process:
+        assert identity.environment(process.pid) == {}
+        process.kill()
+
+
 REUSE = """
 import os, subprocess
 from backend.errors import Refused

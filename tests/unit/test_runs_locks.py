@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,30 +55,27 @@ def test_a_killed_holder_frees_the_lock_and_leaves_its_name(tmp_path: Path) -> N
     assert current_record(path) == {}
 
 
+def waited_for(path: Path) -> bool:
+    """True while somebody waits for a flock on the file (the kernel's list marks waiters by an arrow)."""
+    inode = f":{path.stat().st_ino} "
+    return any("->" in line and inode in line for line in Path("/proc/locks").read_text().splitlines())
+
+
 def test_looking_never_makes_a_taker_fail(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.touch()
-    looker = """
-import sys
-from pathlib import Path
-from backend.runs.locks import is_held
-print("up", flush=True)
-while True:
-    is_held(Path(sys.argv[1]))
-"""
-    lookers = [subprocess.Popen([sys.executable, "-c", looker, str(path)], stdout=subprocess.PIPE) for _ in range(2)]
-    try:
-        for process in lookers:
-            assert process.stdout is not None
-            process.stdout.readline()
-        for _ in range(300):
-            lock = FileLock(path)
-            lock.acquire({})
-            lock.release()
-    finally:
-        for process in lookers:
-            process.kill()
-            process.communicate()
+    lock = FileLock(path)
+    with path.open() as look, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(look, fcntl.LOCK_SH)  # what a look does, held for longer
+        taking = pool.submit(lock.acquire, {"run_id": "R1"})
+        while not waited_for(path) and not taking.done():
+            os.sched_yield()
+        assert not taking.done(), "refused because of somebody who only looked"
+        assert not is_held(path), "a look is not in the way of another look"
+        fcntl.flock(look, fcntl.LOCK_UN)
+        taking.result()
+    assert is_held(path)
+    lock.release()
 
 
 def test_a_lock_that_does_not_exist_is_free_and_stays_absent(tmp_path: Path) -> None:
