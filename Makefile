@@ -29,6 +29,10 @@ demo: $(READY) ## the whole pipeline on this machine, about 15 minutes on 2 core
 	$(BIN)/python -m backend.data.demo .demo
 	$(CLI) demo
 
+demo-data: $(READY) ## make the demo's own answers anew with the real server, about 7 minutes (committed: rarely needed)
+	$(BIN)/python -m backend.data.demo .demo
+	$(BIN)/python -m backend.stages.regenerate .demo
+
 test: $(READY) ## every test that CI runs, under 40 minutes on 2 cores
 	$(BIN)/pytest -n $(JOBS) -m 'not sglang and not long'
 	$(BIN)/pytest -m 'sglang and not long'

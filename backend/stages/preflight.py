@@ -142,7 +142,7 @@ def check_disk(ctx: StageContext) -> list[Check]:
 
 def check_shared_memory(ctx: StageContext) -> list[Check]:
     """`/dev/shm` can hold the requests in flight: containers get 64 MB by default."""
-    dump = Path(ctx.config.capture.dump_dir)
+    dump = ctx.path(ctx.config.capture.dump_dir)
     space = host.disk_space(dump)
     wanted = max(SHM_WANTED, disk_budget(ctx).in_flight)
     evidence = f"{space.free / GB:,.1f} GB free on {space.path} ({space.kind}), {wanted / GB:,.1f} GB wanted"

@@ -85,7 +85,7 @@ def layers_of(ctx: StageContext) -> tuple[int, ...]:
 def spec_of(ctx: StageContext, mode: ServerMode, launch_id: str, draft: Path | None = None) -> ServerSpec:
     """The launch of one mode. Extraction takes `[server]`, serving takes `[deploy]`; both serve on `[server] port`."""
     server, deploy = ctx.config.server, ctx.config.deploy
-    engine: EngineConfig = server if mode == "extract" else deploy
+    engine: EngineConfig = server if mode in ("extract", "regenerate") else deploy
     return ServerSpec(
         mode=mode,
         model_path=str(ctx.path(ctx.config.target.model)),
@@ -102,14 +102,14 @@ def spec_of(ctx: StageContext, mode: ServerMode, launch_id: str, draft: Path | N
         context_length=engine.context_length,
         trust_remote_code=ctx.config.target.trust_remote_code,
         launch_id=launch_id,
-        dump_dir=str(Path(ctx.config.capture.dump_dir) / launch_id) if mode == "extract" else None,
+        dump_dir=str(ctx.path(ctx.config.capture.dump_dir) / launch_id) if mode == "extract" else None,
         layers=layers_of(ctx) if mode == "extract" else (),
         draft_path=str(draft) if draft else None,
         spec_steps=deploy.spec_steps,
         spec_topk=deploy.spec_topk,
         spec_draft_tokens=deploy.spec_draft_tokens,
         extra_args=tuple(engine.extra_args),
-        env={**server.env, **deploy.env} if mode != "extract" else dict(server.env),
+        env={**server.env, **engine.env},
     )
 
 

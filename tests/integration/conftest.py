@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.engine.launch import ServerMode, ServerSpec
+from backend.engine.launch import ServerMode, ServerSpec, expected_flags
 from tests import sglang_models
 from tests.servers import RunningServer, free_port, serving
 
@@ -28,6 +28,16 @@ def placed(spec: ServerSpec, folder: Path) -> ServerSpec:
     """The spec with a free port, a launch id of its own and, where it captures, a dump folder."""
     dump = str(folder / "dump") if spec.mode == "extract" else None
     return replace(spec, port=free_port(), launch_id=f"test-{secrets.token_hex(4)}", dump_dir=dump)
+
+
+def assert_flags_as_asked(server: RunningServer) -> None:
+    """Every expected flag is in `/server_info` of this SGLang, with the value that was asked for."""
+    info = server.client.server_info()
+    for name, wanted in expected_flags(server.spec, info["version"]).items():
+        found = info
+        for part in name.split("."):
+            found = found[part]
+        assert found == wanted, name
 
 
 class Servers:

@@ -17,10 +17,16 @@ from safetensors.torch import load_file
 
 from backend.engine.capture import BOUNDARIES_RID, Capture, live_markers, plugin_sha, read_capture
 from backend.engine.client import AsyncSGLangClient
-from backend.engine.launch import expected_flags
 from backend.engine.layers import default_layers
 from backend.errors import OperatorError
-from tests.integration.conftest import CHUNK, GREEDY_PROMPTS, GREEDY_TOKENS, Servers, placed
+from tests.integration.conftest import (
+    CHUNK,
+    GREEDY_PROMPTS,
+    GREEDY_TOKENS,
+    Servers,
+    assert_flags_as_asked,
+    placed,
+)
 from tests.servers import RunningServer, serving
 from tests.sglang_models import HIDDEN, LAYERS, hugging_face_states, prompt
 
@@ -57,12 +63,7 @@ def test_a_running_capture_proves_itself(extracting: RunningServer) -> None:
 
 
 def test_the_server_resolved_every_flag_as_asked(extracting: RunningServer) -> None:
-    info = extracting.client.server_info()
-    for name, wanted in expected_flags(extracting.spec, info["version"]).items():
-        found = info
-        for part in name.split("."):
-            found = found[part]
-        assert found == wanted, name
+    assert_flags_as_asked(extracting)
     assert extracting.client.model_info()["weight_version"] == extracting.spec.launch_id
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from backend.engine.capture import plugin_dir
 from backend.engine.client import AsyncSGLangClient, Reply
-from backend.engine.launch import expected_flags
-from tests.integration.conftest import GREEDY_PROMPTS, GREEDY_TOKENS, Servers, placed
+from tests.integration.conftest import GREEDY_PROMPTS, GREEDY_TOKENS, Servers, assert_flags_as_asked, placed
 from tests.servers import RunningServer, serving
 from tests.sglang_models import fitted_draft, tiny_draft
 
@@ -57,10 +56,7 @@ def test_speculative_output_is_plain_greedy_output(
 ) -> None:
     greedy = servers.greedy(model)
     server = lend(servers, model, draft, topk, draft_tokens)
-    info = server.client.server_info()
-    assert {name: info[name] for name in expected_flags(server.spec) if name in info} == {
-        name: wanted for name, wanted in expected_flags(server.spec).items() if name in info
-    }
+    assert_flags_as_asked(server)
 
     single = [server.client.generate(ids, max_new_tokens=GREEDY_TOKENS) for ids in GREEDY_PROMPTS]
     assert [reply.output_ids for reply in single] == greedy

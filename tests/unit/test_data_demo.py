@@ -140,9 +140,9 @@ def test_a_broken_generation_keeps_its_answers_and_tells_what_to_do(tmp_path: Pa
     torn = json.dumps(asdict(Answer(second.package, second.id, "two", "stop"))) + "\n" + '{"source": "chi'
     journal.write_text(torn)
     before = out.read_bytes()
-    with pytest.raises(OperatorError, match="did not answer") as caught:
+    with pytest.raises(OperatorError, match="does not answer") as caught:
         generate("http://127.0.0.1:9", ChatFormat(tokenizer()), out, Settings(concurrency=2))
-    assert caught.value.reason == "server_failed"
+    assert caught.value.reason == "server_unreachable"
     assert out.read_bytes() == before
     assert journal.read_text() == torn.partition("\n")[0] + "\n"
 

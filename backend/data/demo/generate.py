@@ -1,30 +1,26 @@
 """The target's own answers to the demo's prompts, through a running SGLang server.
 
-`python -m backend.data.demo.generate --server URL --model DIR` writes `answers.jsonl`, one line per answer:
-`{"source", "id", "answer", "finish"}`. `id` is the content id of the prompt; the prompt's text stays in its package.
-`finish` is "stop", or "length" for an answer that met the token limit and so has no end of turn. Owns that file's
-format (writer and reader) and the journal that makes a broken run resumable; starts and stops no server.
+Writes `answers.jsonl`, one line per answer: `{"source", "id", "answer", "finish"}`. `id` is the content id of the
+prompt; the prompt's text stays in its package. `finish` is "stop", or "length" for an answer that met the token limit
+and so has no end of turn. Owns that file's format (writer and reader) and the journal that makes a broken run
+resumable; starts and stops no server.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
-
 from backend.data.chat import ChatFormat
 from backend.data.demo.prompts import Package, Prompt, demo_prompts
 from backend.data.records import Message, Record, Unusable
+from backend.engine.client import AsyncSGLangClient, Reply
 from backend.errors import OperatorError
 from backend.report import Reporter, Silent
 
@@ -53,7 +49,6 @@ class Settings:
 
     max_new_tokens: int = 96
     concurrency: int = 32
-    request_timeout_s: float = 600.0
 
 
 def read_answers(path: Path = ANSWERS) -> list[Answer]:
@@ -125,10 +120,10 @@ async def _answer_all(
     gate = asyncio.Semaphore(settings.concurrency)
     answers: list[Answer] = []
 
-    async def one(client: httpx.AsyncClient, prompt: Prompt) -> None:
+    async def one(client: AsyncSGLangClient, prompt: Prompt) -> None:
         prompt_ids = chat.prompt_ids(prompt.messages)
         async with gate:
-            reply = await _request(client, server, prompt_ids, settings)
+            reply = await client.generate(prompt_ids, max_new_tokens=settings.max_new_tokens)
         answer = _answer(chat, prompt, prompt_ids, reply)
         if answer is None:
             counts["not_reproducible"] += 1
@@ -141,10 +136,7 @@ async def _answer_all(
 
     failure: OperatorError | None = None
     try:
-        async with (
-            httpx.AsyncClient(timeout=settings.request_timeout_s, trust_env=False) as client,
-            asyncio.TaskGroup() as group,
-        ):
+        async with AsyncSGLangClient(server) as client, asyncio.TaskGroup() as group:
             for prompt in prompts:
                 group.create_task(one(client, prompt))
     except* OperatorError as failed:
@@ -154,33 +146,17 @@ async def _answer_all(
     return answers
 
 
-async def _request(client: httpx.AsyncClient, server: str, ids: tuple[int, ...], settings: Settings) -> dict[str, Any]:
-    sampling = {"max_new_tokens": settings.max_new_tokens, "temperature": 0}
-    try:
-        reply = await client.post(f"{server}/generate", json={"input_ids": list(ids), "sampling_params": sampling})
-        reply.raise_for_status()
-    except httpx.HTTPError as error:
-        raise OperatorError(
-            f"{server} did not answer a prompt: {type(error).__name__} {error}",
-            fix="look at the server's log, start it again and repeat: answered prompts are kept",
-            reason="server_failed",
-        ) from error
-    body: dict[str, Any] = reply.json()
-    return body
-
-
-def _answer(chat: ChatFormat, prompt: Prompt, prompt_ids: tuple[int, ...], reply: dict[str, Any]) -> Answer | None:
+def _answer(chat: ChatFormat, prompt: Prompt, prompt_ids: tuple[int, ...], reply: Reply) -> Answer | None:
     """The reply as an answer; None where its text does not tokenise back to the same ids."""
-    finish = reply["meta_info"]["finish_reason"]["type"]
-    if finish not in ("stop", "length"):
+    if reply.finish_reason not in ("stop", "length"):
         raise OperatorError(
-            f"the server ended the answer to prompt {prompt.id} with {finish!r}", reason="server_failed"
+            f"the server ended the answer to prompt {prompt.id} with {reply.finish_reason!r}", reason="server_failed"
         )
-    output = tuple(reply["output_ids"])
-    end = chat.closing_ids[:1]
+    output, end = reply.output_ids, chat.closing_ids[:1]
+    # SGLang looks at the length first: an end of turn on the last token allowed is reported as "length".
+    finish: Finish = "stop" if reply.finish_reason == "stop" or output[-1:] == end else "length"
     if output[-1:] == end:
-        # SGLang looks at the length first: an end of turn on the last token allowed is reported as "length".
-        finish, output = "stop", output[:-1]
+        output = output[:-1]
     text = chat.tokenizer.decode(output, clean_up_tokenization_spaces=False)
     answer = Answer(prompt.package, prompt.id, text, finish)
     if not text.strip():
@@ -205,34 +181,3 @@ def _resume(out: Path, journal: Path) -> Iterator[Answer]:
 
 def _line(answer: Answer) -> str:
     return json.dumps(asdict(answer), ensure_ascii=False) + "\n"
-
-
-class _Stderr(Silent):
-    """Progress for the command line: a line every 20 answers."""
-
-    def progress(self, done: int, total: int, unit: str, **detail: float | int | str) -> None:
-        if done % 20 == 0 or done == total:
-            sys.stderr.write(f"{done}/{total} {unit}\n")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m backend.data.demo.generate", description="The target's answers.")
-    parser.add_argument("--server", required=True, help="base URL of the running server, e.g. http://127.0.0.1:31791")
-    parser.add_argument("--model", required=True, type=Path, help="the converted target (for its tokenizer)")
-    parser.add_argument("--out", type=Path, default=ANSWERS)
-    arguments = parser.parse_args(argv)
-    begun = time.monotonic()
-    try:
-        counts = generate(
-            arguments.server.rstrip("/"), ChatFormat.load(arguments.model), arguments.out, None, _Stderr()
-        )
-    except OperatorError as error:
-        sys.stderr.write(f"{error}\n")
-        return int(error.code)
-    sys.stdout.write(json.dumps({**counts, "seconds": round(time.monotonic() - begun, 1)}) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
