@@ -1,7 +1,7 @@
 """Everything that stands on the host, in one cheap look: pipelines, the states of their pilots and stages, progress.
 
 Reads small files only (plan, exit, progress), never a log or an event history, so that it costs the same for a run of
-an hour and of a week. What was skipped is taken from the plan; the events tell it exactly, and `watch` streams those.
+an hour and of a week. What was skipped stands in the pilot's `skipped.json`; what it has not reached yet, in the plan.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def _pipeline(pipeline: Pipeline) -> dict[str, Any]:
     plan = read_json(pipeline.plan) or {}
     attempted = {name: path for _, name, path in pipeline.stages()}
     planned = {str(stage["name"]): stage for stage in plan.get("stages", [])}
+    for name, skipped in (read_json(pipeline.skipped) or {}).items():
+        planned[name] = {**planned.get(name, {}), **skipped}
     names = [*planned, *(name for name in attempted if name not in planned)]
     return {
         "id": pipeline.id,

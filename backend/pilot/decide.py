@@ -119,12 +119,12 @@ def _decide_product(stage: Stage, ctx: StageContext, history: History, decisions
 def _decide_support(stage: Stage, selection: Selection, decisions: dict[str, Decision]) -> Decision:
     if not selection.holds(stage.name):
         return Decision(stage.name, "outside", "outside --from/--to/--only")
-    waiting = [name for name in stage.serves if decisions[name].action == "run"]
+    waiting = [name for name in stage.serves if decisions[name].product is None]
     if waiting:
-        return Decision(stage.name, "run", f"{' and '.join(waiting)} must run")
+        return Decision(stage.name, "run", f"needed for {', '.join(waiting)}")
     if stage.name in selection.only and stage.kind == "service":
         return Decision(stage.name, "run", "asked for by --only")
-    return Decision(stage.name, "not_needed", f"{' and '.join(stage.serves)} needs nothing")
+    return Decision(stage.name, "not_needed", f"nothing needs it: {', '.join(stage.serves)} done")
 
 
 def _refuse_holes(selection: Selection, decisions: dict[str, Decision]) -> None:

@@ -109,15 +109,16 @@ class Pilot:
             else:
                 if decision.product is not None:
                     self._keep(stage.name, decision.product, "skipped")
-                event = {"skip": "stage_skipped"}.get(decision.action, "stage_not_needed")
-                self.log.emit(event, {"why": decision.why}, stage=stage.name)
+                self._skip(stage, "skip" if decision.action == "skip" else "not_needed", decision.why)
         self._leave()
 
     def _leave(self) -> None:
-        """What stays when all is done: nothing, or the deployed server if it is to be kept."""
-        self._stop_service("launch", "nothing is left to extract")
+        """What stays at the end: servers whose client has not run yet, and the deployed one if it is to be kept."""
+        if "extract" in self.ctx.products:
+            self._stop_service("launch", "nothing is left to extract")
         if not self.ctx.config.deploy.keep:
-            self._stop_service("deploy", "the pipeline has ended and [deploy] keep = false")
+            if "bench" in self.ctx.products:
+                self._stop_service("deploy", "the pipeline has ended and [deploy] keep = false")
             return
         current = self.pipeline.current("deploy")
         if "bench" in self.results and current is not None and not state_of(current.path).alive:
@@ -137,12 +138,12 @@ class Pilot:
         else:
             plan = stage.plan(ctx)
             if stage.severity and stage.severity >= 2 and not plan.effects:
-                self.log.emit("stage_skipped", {"why": "nothing to do"}, stage=stage.name)
+                self._skip(stage, "skip", "nothing to do")
                 return
             missing = self.consent.missing(stage, plan)
             if missing and plan.optional:
                 why = f"optional, and not consented: {'; '.join(plan.effects)} (add {' '.join(missing)})"
-                self.log.emit("stage_skipped", {"why": why}, stage=stage.name)
+                self._skip(stage, "skip", why)
                 return
             self.consent.require(stage, plan)
             self.lease.require()
@@ -152,6 +153,11 @@ class Pilot:
                 self._clear(stage, current)
             current = self._start(stage, order, ctx, decision)
         self._follow(stage, current)
+
+    def _skip(self, stage: Stage, action: str, why: str) -> None:
+        self.log.emit("stage_skipped" if action == "skip" else "stage_not_needed", {"why": why}, stage=stage.name)
+        known = read_json(self.pipeline.skipped) or {}
+        write_json(self.pipeline.skipped, {**known, stage.name: {"action": action, "why": why}})
 
     def _goes_on(self, stage: Stage, attempt: Attempt) -> bool:
         """A living attempt is followed, not started again."""

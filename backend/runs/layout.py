@@ -154,6 +154,11 @@ class Pipeline:
         return self.path / "events.jsonl"
 
     @property
+    def skipped(self) -> Path:
+        """What the pilot passed over, and why; the events say it too, but are long."""
+        return self.path / "skipped.json"
+
+    @property
     def lock(self) -> Path:
         """Held by the one process that drives the pipeline."""
         return self.path / "lock"

@@ -213,7 +213,11 @@ def required_server(ctx: StageContext) -> Path:
         OperatorError: there is none.
     """
     if ctx.server is None:
-        raise OperatorError("this stage needs a running server", fix="start with --from launch", reason="no_server")
+        raise OperatorError(
+            "this stage needs a running server, and none of this pipeline runs",
+            fix="include the stage that starts it: --from launch for extract, --from deploy for bench",
+            reason="no_server",
+        )
     return ctx.server
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from backend.runs.allow import add_root
 from backend.runs.events import Event, read_events
 from backend.runs.layout import Home, Pipeline
 from backend.runs.state import state
@@ -116,6 +117,8 @@ class Site:
         tiny_llama(folder / "model")
         (folder / "sources").mkdir()
         self.write_sources(records)
+        (folder / "store").mkdir()
+        add_root(self.home.create().allow, folder / "store")
         self.config = folder / "eagle3.toml"
         self.config.write_text(CONFIG.format(port=self.port))
 

@@ -90,9 +90,6 @@ def test_a_server_that_dies_while_loading_ends_the_gate_with_its_last_error(site
     weights = next((site.folder / "model").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     done = site.auto("--from", "patch", "--to", "gate")
-    assert done.returncode == 2, "extract needs merge's result first"
-    assert site.auto("--to", "merge").returncode == 0
-    done = site.auto("--to", "extract")
     assert done.returncode == 7, done.stderr
     assert "SafetensorError" in done.stderr or "safetensors" in done.stderr.lower()
     assert not any(state(attempt.path).alive for attempt in site.pipeline.attempts("launch"))

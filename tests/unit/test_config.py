@@ -52,7 +52,7 @@ def test_a_wrong_type_names_the_value(tmp_path: Path) -> None:
 
 
 def test_a_wrong_environment_variable_is_named_as_such() -> None:
-    with pytest.raises(UsageError, match="environment: unknown key 'server.prot'; did you mean 'port'"):
+    with pytest.raises(UsageError, match=r"environment: unknown key 'server\.prot'; did you mean 'port'"):
         load(profile="demo", environ={**ENV, "EAGLE3_SERVER_PROT": "1"})
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from backend.engine import cpu
 from backend.engine.capture import live_markers, plugin_dir, plugin_sha, read_capture
 from backend.errors import OperatorError
+from console.bundle import build, install
 
 T, H, LAYERS = 6, 4, (2, 4, 5)
 METADATA = {"rid": "r", "layers": "2,4,5", "launch_id": "e3-1", "chunks": "2", "post_norm": "true"}
@@ -112,3 +117,29 @@ def test_the_plugin_is_unpacked_whole_and_its_hash_is_that_of_the_running_file(t
     [entry_points] = folder.glob("*.dist-info/entry_points.txt")
     assert "eagle3_capture:register" in entry_points.read_text()
     assert plugin_dir(tmp_path) == folder
+
+
+def test_plugin_and_cpu_mode_come_out_of_the_agents_archive_as_they_are_in_the_checkout(tmp_path: Path) -> None:
+    """On a host the code is one zip file, and neither SGLang nor Python finds a plugin inside an archive."""
+    archive = install(build(), tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from backend.engine import capture, cpu\n"
+        "assert '.pyz' in capture.__file__, capture.__file__\n"
+        "print(capture.plugin_dir(Path(sys.argv[1]))); print(cpu.folder(Path(sys.argv[1])))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "host")],
+        env={**os.environ, "PYTHONPATH": str(archive)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    plugin, mode = map(Path, ran.stdout.split())
+    assert files(plugin) == files(plugin_dir(tmp_path / "here"))
+    assert files(mode) == files(cpu.folder(tmp_path / "here"))
+    assert "sitecustomize.py" in files(mode)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""What the plan promises: the reference run's numbers and command, and checks that name the thing, the value, the fix."""
+"""What the plan promises: the reference run's numbers and command; and checks that name thing, value and fix."""
 
 from __future__ import annotations
 
