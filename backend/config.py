@@ -111,7 +111,8 @@ class ServerConfig(EngineConfig):
     """The extraction server, and the address that every server of the pipeline uses."""
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(gt=0, lt=65536)] = 8000
+    port: Annotated[int, Field(gt=0, le=55535)] = 8000
+    """At most 55535: SGLang takes this port and another one 10000 above it."""
     tp: Positive = 1
     expected_load_s: Annotated[float, Field(gt=0)] = 300.0
 

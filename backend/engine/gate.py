@@ -109,6 +109,11 @@ class _Gate:
         self.listener: ListenerFacts | None = None
         self.canary_digest: str | None = None
 
+    def _flags_match(self) -> Check:
+        """Against what this server's own version calls them."""
+        info = self.client.server_info()
+        return gate_checks.flags_match(info, expected_flags(self.spec, str(info["version"])))
+
     def judge(self) -> Verdict:
         """Every step, each only if all before it passed."""
         steps: list[tuple[str, Callable[[], Check]]] = [
@@ -117,7 +122,7 @@ class _Gate:
             ("health", self._becomes_healthy),
             ("listener", self._listener_is_ours),
             ("launch_id", lambda: gate_checks.launch_id_matches(self.client.model_info(), self.spec.launch_id)),
-            ("flags", lambda: gate_checks.flags_match(self.client.server_info(), expected_flags(self.spec))),
+            ("flags", self._flags_match),
             ("generates", lambda: gate_checks.generates(self._probe(), self.spec.launch_id)),
         ]
         passed = all(self._passes(*step) for step in steps)

@@ -76,7 +76,7 @@ def test_a_second_run_of_a_finished_pipeline_starts_nothing(
     before = [pipeline.id for pipeline in site.home.pipelines()]
     again = site.auto()
     assert again.returncode == 0, again.stderr
-    assert "nothing to do" in again.stderr
+    assert "Nothing to do" in again.stderr
     assert [pipeline.id for pipeline in site.home.pipelines()] == before
 
 

@@ -72,8 +72,8 @@ class Runs:
         self.started.append(started)
         return started
 
-    def sh(self, name: str, script: str, **options: Any) -> Started:
-        return self.start(name, ["sh", "-c", script], env={"FIFO": str(self.fifo)}, **options)
+    def sh(self, name: str, script: str, more: dict[str, str] | None = None, **options: Any) -> Started:
+        return self.start(name, ["sh", "-c", script], env={"FIFO": str(self.fifo), **(more or {})}, **options)
 
     def lines(self, count: int) -> list[str]:
         """The next `count` lines that jobs write into the FIFO."""
@@ -203,6 +203,37 @@ def test_nothing_outlives_its_attempt(runs: Runs, subreaper: bool, ending: str) 
     assert alive(children) == set()
     assert identity.tagged(started.run_id) == ()
     assert state(started.attempt).escaped == ()
+
+
+def test_a_daemon_that_dropped_its_tag_does_not_outlive_its_attempt(runs: Runs) -> None:
+    daemon = (
+        """sh -c 'setsid env -i FIFO=$FIFO sh -c "echo \\$\\$ > \\$FIFO; while :; do sleep 1000; done" & exit 0'\n"""
+    )
+    started = runs.sh("a", daemon + SLEEP)
+    (child,) = (int(line) for line in runs.lines(1))
+    assert identity.environment(child).get(identity.TAG) is None
+    assert stop(started.attempt).ok
+    assert alive([child]) == set()
+
+
+def test_a_process_that_drops_its_tag_when_it_is_asked_to_end_is_still_ended(runs: Runs) -> None:
+    """As one does that is long in exiting: its environment is gone before its memory is."""
+    hide = "trap 'exec env -i sleep 1000' TERM; echo $$ > $FIFO; while :; do sleep 1000 & wait; done"
+    started = runs.sh("a", f'sh -c "$HIDE" & {SLEEP}', more={"HIDE": hide})
+    (child,) = (int(line) for line in runs.lines(1))
+    kill(started.supervisor)
+    assert stop(started.attempt).ok
+    assert alive([child]) == set()
+
+
+def test_a_suspended_job_ends_by_sigterm_and_not_only_by_sigkill(runs: Runs) -> None:
+    started = runs.sh("a", f"echo up > $FIFO; {SLEEP}", grace_s=50.0)
+    runs.lines(1)
+    assert started.job is not None
+    fd = identity.open_verified(started.job)
+    signal.pidfd_send_signal(fd, signal.SIGSTOP)
+    os.close(fd)
+    assert stop(started.attempt).state.signal == signal.SIGTERM
 
 
 def test_a_stop_after_the_end_tells_how_it_had_ended(runs: Runs) -> None:
@@ -355,18 +386,21 @@ from pathlib import Path
 from backend.runs.supervisor import start, write_spec
 inner = Path(sys.argv[1])
 inner.mkdir()
-script = f"trap 'exit 5' TERM; echo up > {sys.argv[2]}; while :; do sleep 1000 & wait; done"
-write_spec(inner, argv=["sh", "-c", script], grace_s=30.0)
+script = f"trap '{sys.argv[4]}' TERM; echo up > {sys.argv[2]}; while :; do sleep 1000 & wait; done"
+write_spec(inner, argv=["sh", "-c", script], grace_s=float(sys.argv[5]))
 start(inner)
 sys.stdin = open(sys.argv[3])
 sys.stdin.read()
 """
 
 
-def nest(runs: Runs, subreaper: bool, *, grace_s: float = 60.0) -> tuple[Started, Path]:
+def nest(
+    runs: Runs, subreaper: bool, *, grace_s: float = 60.0, trap: str = "exit 5", inner_grace_s: float = 30.0
+) -> tuple[Started, Path]:
+    """An attempt whose job starts another one, and the folder of that inner attempt; returns when the inner runs."""
     inner, go = runs.folder / "inner", Path(f"{runs.fifo}.go")
     os.mkfifo(go)
-    argv = [sys.executable, "-c", NEST, str(inner), str(runs.fifo), str(go)]
+    argv = [sys.executable, "-c", NEST, str(inner), str(runs.fifo), str(go), trap, str(inner_grace_s)]
     root = str(Path(backend.__file__).parent.parent)
     outer = runs.start("outer", argv, subreaper=subreaper, env={"PYTHONPATH": root}, grace_s=grace_s)
     runs.lines(1)
@@ -394,6 +428,13 @@ def test_an_attempt_inside_another_dies_with_it_and_records_its_own_end(runs: Ru
     assert stop(outer.attempt).ok
     ended = state(inner)
     assert (ended.state, ended.code, ended.stopped) == ("cancelled", 5, True)
+
+
+def test_the_job_of_an_attempt_inside_another_is_asked_once_and_by_its_own_supervisor(runs: Runs) -> None:
+    outer, inner = nest(runs, subreaper=True, trap="echo asked", inner_grace_s=0.5)
+    assert stop(outer.attempt).ok
+    assert (inner / "log").read_text() == "asked\n"
+    assert (state(inner).state, state(inner).signal) == ("cancelled", signal.SIGKILL)
 
 
 def test_an_attempt_inside_a_killed_one_records_its_end_too(runs: Runs) -> None:

@@ -119,6 +119,7 @@ def test_the_plugin_is_unpacked_whole_and_its_hash_is_that_of_the_running_file(t
     assert plugin_dir(tmp_path) == folder
 
 
+@pytest.mark.slow
 def test_plugin_and_cpu_mode_come_out_of_the_agents_archive_as_they_are_in_the_checkout(tmp_path: Path) -> None:
     """On a host the code is one zip file, and neither SGLang nor Python finds a plugin inside an archive."""
     archive = install(build(), tmp_path)
