@@ -59,8 +59,10 @@ class Pilot:
         self.name = str(plan["name"])
         self.selection = Selection.from_json(plan["selection"])
         # A resumed pipeline keeps its plan; consent is what the operator said with this start.
-        order = os.environ.get(ORDER_VARIABLE)
-        self.consent = Consent.from_json(((read_json(Path(order)) if order else None) or plan)["consent"])
+        named = os.environ.get(ORDER_VARIABLE)
+        order = (read_json(Path(named)) if named else None) or plan
+        self.consent = Consent.from_json(order["consent"])
+        self.consented_at = order.get("created")
         home = Home(pipeline.path.parents[1])
         self.ctx = StageContext(Config.model_validate(plan["config"]), plan["python"], home, {}, Silent())
         self.history = History(home)
@@ -151,6 +153,7 @@ class Pilot:
                 self._free()
             if current is not None:
                 self._clear(stage, current)
+            ctx = replace(ctx, consented=plan.destructive, frozen_at=self.consented_at)
             current = self._start(stage, order, ctx, decision)
         self._follow(stage, current)
 

@@ -49,6 +49,10 @@ class StageContext:
     reporter: Reporter
     attempt: Path | None = None
     server: Path | None = None
+    consented: tuple[Mapping[str, Any], ...] = ()
+    """The destructive plans that the operator's consent named, exactly as they were shown."""
+    frozen_at: float | None = None
+    """When that consent was given, epoch seconds; it holds for 24 h."""
 
     def path(self, relative: str) -> Path:
         """A configured path: absolute as given, else under `[host] work`."""

@@ -17,7 +17,7 @@ from backend.agent import host
 from backend.config import TargetConfig as TargetSection
 from backend.data.chat import ChatFormat
 from backend.eagle3.target import TargetConfig, read_target_config
-from backend.errors import OperatorError
+from backend.errors import Exit, OperatorError
 from backend.stages.base import StageContext
 from backend.store.format import bytes_per_token
 
@@ -69,6 +69,7 @@ def target_figures(ctx: StageContext) -> Figures:
         f"the target {folder} has no config.json",
         fix="set [target] model to the folder of the checkpoint on this host",
         reason="checkpoint_missing",
+        code=Exit.PREFLIGHT_FAILED,
     )
 
 

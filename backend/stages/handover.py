@@ -34,6 +34,8 @@ def write_input(attempt: Path, ctx: StageContext, fingerprint: str, material: Ma
             "home": str(ctx.home.path),
             "products": {name: {**asdict(p), "attempt": str(p.attempt)} for name, p in ctx.products.items()},
             "server": str(ctx.server) if ctx.server else None,
+            "consented": [dict(item) for item in ctx.consented],
+            "frozen_at": ctx.frozen_at,
             "fingerprint": fingerprint,
         },
     )
@@ -53,6 +55,8 @@ def read_input(attempt: Path, reporter: Reporter) -> tuple[StageContext, str]:
         reporter=reporter,
         attempt=attempt,
         server=Path(data["server"]) if data["server"] else None,
+        consented=tuple(data["consented"]),
+        frozen_at=data["frozen_at"],
     )
     return ctx, data["fingerprint"]
 

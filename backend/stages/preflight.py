@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from backend.agent import gpu, host
+from backend.data.sources import Source, SourceSpec
 from backend.engine.procfs import argv, listeners, start_ticks, started_at
 from backend.errors import Exit, OperatorError
 from backend.report import Check
 from backend.stages.base import Severity, Stage, StageContext, StagePlan
 from backend.stages.figures import GB, disk_budget, target_figures
+from backend.stages.merge import specs
 from backend.stages.server import owner_of
 
 SGLANG_PLUGINS_SINCE = (0, 5, 11)
@@ -197,17 +199,22 @@ def check_limits(ctx: StageContext) -> list[Check]:
 
 
 def check_sources(ctx: StageContext) -> list[Check]:
-    """Every data source names at least one file that can be read."""
-    checks = []
-    for source in ctx.config.data.sources:
-        for given in source.paths:
-            path = ctx.path(given)
-            found = (
-                any(path.parent.glob(path.name)) if any(sign in given for sign in "*?[") else os.access(path, os.R_OK)
-            )
-            fix = f"mend paths of source {source.name} in [[data.sources]]"
-            checks.append(Check(f"source {source.name}", found, str(path) if found else f"{path} is missing", fix=fix))
-    return checks
+    """Every data source has files, and none of them is empty or closed to us."""
+    return [_check_source(spec) for spec in specs(ctx)]
+
+
+def _check_source(spec: SourceSpec) -> Check:
+    name, fix = f"source {spec.name}", f"mend paths of [[data.sources]] {spec.name}, or fill the file"
+    try:
+        source = Source(spec)
+    except OperatorError as error:
+        return Check(name, False, error.what, fix=error.fix or fix)
+    for path in source.files:
+        if path.stat().st_size == 0:
+            return Check(name, False, f"{path} is empty", fix=fix)
+        if not os.access(path, os.R_OK):
+            return Check(name, False, f"{path} cannot be read", fix=f"chmod +r {path}")
+    return Check(name, True, f"{len(source.files)} files, {source.size:,} bytes, {source.files[0]}")
 
 
 CHECKS = (

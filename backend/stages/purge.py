@@ -1,9 +1,10 @@
 """purge: hidden-state stores of other plans make room for this one's.
 
 Severity 3, the only stage that loses data. It plans stores under `[store] root` that carry our marker and another
-identity and that no live attempt refers to; never the plan's own. Consent is the plan's sha, which binds to content. A
-purge is a rename to trash first: undo for 15 minutes, then the bytes go. Where the disk holds the new store beside the
-old ones, the purge is optional: without consent the old ones stay.
+identity and that no unfinished run refers to; never the plan's own. Consent is the plan's sha, which binds to content;
+what is deleted is the plan that was consented to, not a fresh look. A purge is a rename to trash first: undo for 15
+minutes, then the bytes go. Where the disk holds the new store beside the old ones, the purge is optional: without
+consent the old ones stay.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Purge(Stage):
         except Refused as refused:
             return StagePlan(lines=(f"nothing can be deleted: {refused.what}", f"fix: {refused.fix}"))
         return StagePlan(
-            lines=tuple(describe(plan) for plan in plans) or ("no older store",),
+            lines=(*(describe(plan) for plan in plans), *kept(ctx)) or ("no older store",),
             effects=tuple(f"deletes {plan.path} ({plan.bytes / GB:,.2f} GB)" for plan in plans),
             numbers={"gb": round(sum(plan.bytes for plan in plans) / GB, 3)},
             destructive=tuple({**plan.as_json(), "path": str(plan.path), "phrase": plan.phrase} for plan in plans),
@@ -53,13 +54,15 @@ class Purge(Stage):
         )
 
     def run(self, ctx: StageContext) -> dict[str, Any]:
-        """Rename each planned store to trash; refuses anything that changed since it was planned."""
+        """Rename each store of the consented plans to trash; refuses one that changed since it was shown."""
         assert ctx.attempt is not None
         allowed, audit = allow.load(ctx.home.allow), AuditLog(ctx.home.audit)
-        moved = []
-        for plan in deletions(ctx):
+        who, moved = f"pipeline {ctx.attempt.parents[3].name}", []
+        for item in ctx.consented:
+            plan = DeletePlan.from_json(item)
+            used = stores_in_use(ctx.home).get(str(plan.path), [])
             trashed = apply_delete(
-                plan, plan.sha, allowed, references=(), audit=audit, who=f"pipeline {ctx.attempt.parents[3].name}"
+                plan, str(item["sha"]), allowed, references=used, audit=audit, who=who, frozen_at=ctx.frozen_at
             )
             ctx.reporter.note(
                 f"{plan.path} is in trash; undo within {UNDO_WINDOW_S / 60:.0f} min: eagle3-console undo {plan.sha}"
@@ -111,6 +114,17 @@ def deletions(ctx: StageContext) -> list[DeletePlan]:
         for folder in stores(ctx)
         if folder != own and str(folder) not in used
     ]
+
+
+def kept(ctx: StageContext) -> tuple[str, ...]:
+    """One line for each older store that an unfinished run keeps from being purged."""
+    own, used = store_path(ctx, identity_of(ctx)), stores_in_use(ctx.home)
+    advice = "finish that run, or remove its pipeline's folder"
+    return tuple(
+        f"kept {folder}: {used[str(folder)][0]} has not finished with it; {advice}"
+        for folder in stores(ctx)
+        if folder != own and str(folder) in used
+    )
 
 
 def fits(ctx: StageContext) -> bool:

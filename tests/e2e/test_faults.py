@@ -56,10 +56,9 @@ def test_a_port_taken_by_something_that_answers_200_is_refused_and_named(site: S
     [
         ('scheme = "float32"', 'scheme = "float32"\nreserve_gb = 1e9', "kept in reserve"),
         ('device = "cpu"', 'device = "cuda"', "NVML"),
-        ("sources/own.jsonl", "sources/gone.jsonl", "gone.jsonl is missing"),
-        ('model = "model"', 'model = "nowhere"', "nowhere has no config.json"),
+        ("sources/own.jsonl", "sources/gone.jsonl", "gone.jsonl does not exist"),
     ],
-    ids=["disk budget too small", "no GPU", "source missing", "target missing"],
+    ids=["disk budget too small", "no GPU", "source missing"],
 )
 def test_what_can_be_known_before_fails_in_preflight_with_its_fix(site: Site, old: str, new: str, words: str) -> None:
     site.change(old, new)
@@ -69,14 +68,28 @@ def test_what_can_be_known_before_fails_in_preflight_with_its_fix(site: Site, ol
     assert [event.stage for event in site.events() if event.ev == "stage_started"] == ["preflight"]
 
 
+def test_an_empty_source_fails_in_preflight(site: Site) -> None:
+    (site.folder / "sources/own.jsonl").write_bytes(b"")
+    done = site.auto()
+    assert done.returncode == 6, done.stderr
+    assert "own.jsonl is empty" in done.stderr
+
+
+def test_a_missing_target_is_named_before_anything_starts(site: Site) -> None:
+    site.change('model = "model"', 'model = "nowhere"')
+    done = site.auto()
+    assert done.returncode == 6, done.stderr
+    assert "nowhere has no config.json" in done.stderr and "fix:" in done.stderr
+    assert not site.home.pipelines()
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "holds no record"),
         (b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 9, "own"),
         (b'{"messages": [\xff\xfe]}\n' * 9, "own"),
     ],
-    ids=["empty", "no assistant turn", "invalid UTF-8"],
+    ids=["no assistant turn", "invalid UTF-8"],
 )
 def test_a_source_that_cannot_be_trained_on_stops_the_merge(site: Site, content: bytes, words: str) -> None:
     (site.folder / "sources/own.jsonl").write_bytes(content)
@@ -126,9 +139,9 @@ def _kill_the_extractor(site: Site) -> None:
     job = state(_running(site, "extract").path).job
     assert job is not None
     os.kill(job.pid, signal.SIGKILL)
-    _, err = run.communicate(timeout=120)
+    out, err = run.communicate(timeout=120)
     assert run.returncode == 1, err
-    assert "signal 9" in err and "run again" in err
+    assert "signal 9" in out and "run again" in out
 
 
 def _kill_the_scheduler(site: Site) -> None:
@@ -137,9 +150,9 @@ def _kill_the_scheduler(site: Site) -> None:
     server = state(_running(site, "launch").path)
     assert server.job is not None
     os.kill(tree(server.job.pid)[-1], signal.SIGKILL)
-    _, err = run.communicate(timeout=120)
+    out, err = run.communicate(timeout=120)
     assert run.returncode == 1, err
-    assert "the extraction server ended" in err and "run again to go on" in err
+    assert "the extraction server ended" in out and "run again to go on" in out
 
 
 def _interrupt_and_attach(site: Site) -> None:

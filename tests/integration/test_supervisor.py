@@ -1,7 +1,7 @@
 """Supervised attempts with real processes: nothing outlives a stop, and the end is recorded as it was.
 
 Each test names a way in which runs were lost or leaked: children in sessions of their own, daemons, ignored SIGTERM,
-a killed supervisor, two starts at once, exit codes that became 0. Nothing sleeps: jobs say "up" through a FIFO, ends
+two starts at once, exit codes that became 0. Nothing sleeps: jobs say "up" through a FIFO, ends
 are awaited by pidfd.
 """
 
@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,78 +24,21 @@ import pytest
 
 import backend
 from backend.errors import OperatorError, Refused, UsageError
-from backend.runs import identity, tree
+from backend.runs import identity
 from backend.runs.atomic import read_json, write_json
-from backend.runs.identity import ProcessIdentity
 from backend.runs.layout import Attempt
 from backend.runs.locks import is_held
-from backend.runs.state import AttemptState, state
+from backend.runs.state import state
 from backend.runs.stop import stop
-from backend.runs.supervisor import Started, start, write_spec
+from backend.runs.supervisor import start, write_spec
+from tests.integration.runs_support import SLEEP, TREE, Runs, alive, await_end, kill, managed
 
 pytestmark = pytest.mark.slow
-SLEEP = "exec sleep 1000"
-
-
-def await_end(process: ProcessIdentity | None) -> None:
-    """Block until the process is gone; fails after a minute, because then it never will be."""
-    assert process is not None
-    try:
-        fd = identity.open_verified(process)
-    except Refused:
-        return
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    ended = poll.poll(60_000)
-    os.close(fd)
-    assert ended, f"pid {process.pid} is still alive after a minute"
-
-
-class Runs:
-    """Attempts of one test below one folder; whatever a failed test leaves behind is ended by identity."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.fifo = folder / "fifo"
-        os.mkfifo(self.fifo)
-        self.started: list[Started] = []
-
-    def spec(self, name: str, argv: Sequence[str], **options: Any) -> Attempt:
-        attempt = Attempt(self.folder / name).create()
-        write_spec(attempt.path, argv=argv, **{"grace_s": 0.5, **options})
-        return attempt
-
-    def start(self, name: str, argv: Sequence[str], **options: Any) -> Started:
-        started = start(self.spec(name, argv, **options).path)
-        self.started.append(started)
-        return started
-
-    def sh(self, name: str, script: str, more: dict[str, str] | None = None, **options: Any) -> Started:
-        return self.start(name, ["sh", "-c", script], env={"FIFO": str(self.fifo), **(more or {})}, **options)
-
-    def lines(self, count: int) -> list[str]:
-        """The next `count` lines that jobs write into the FIFO."""
-        found: list[str] = []
-        while len(found) < count:
-            found.extend(self.fifo.read_text().split("\n")[:-1])
-        return found
-
-    def end(self, name: str, argv: Sequence[str], **options: Any) -> AttemptState:
-        started = self.start(name, argv, **options)
-        await_end(started.supervisor)
-        return state(started.attempt)
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Runs]:
-    made = Runs(tmp_path)
-    yield made
-    for started in made.started:
-        stop(started.attempt, 0)
-
-
-def alive(pids: Sequence[int]) -> set[int]:
-    return {pid for pid in pids if identity.start_ticks(pid) is not None}
+    yield from managed(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -174,14 +115,6 @@ def test_an_attempt_is_one_command(runs: Runs) -> None:
     with pytest.raises(OperatorError) as missing:
         start(runs.folder)
     assert missing.value.reason == "no_spec"
-
-
-TREE = """
-sh -c 'echo $$ > $FIFO; exec sleep 1000' &
-setsid sh -c 'echo $$ > $FIFO; exec sleep 1000' &
-sh -c 'setsid sh -c "echo \\$\\$ > $FIFO; exec sleep 1000" & exit 0'
-setsid sh -c 'trap "" TERM HUP INT; echo $$ > $FIFO; while :; do sleep 1000; done' &
-"""
 
 
 @pytest.mark.parametrize("subreaper", [True, False])
@@ -274,83 +207,6 @@ def test_a_stop_names_who_still_listens(runs: Runs) -> None:
     assert stop(started.attempt, port=port).ok
 
 
-def kill(process: ProcessIdentity | None) -> None:
-    assert process is not None
-    fd = identity.open_verified(process)
-    signal.pidfd_send_signal(fd, signal.SIGKILL)
-    os.close(fd)
-    await_end(process)
-
-
-def test_a_killed_supervisor_leaves_a_stale_attempt_that_can_be_stopped(runs: Runs) -> None:
-    started = runs.sh("a", TREE + SLEEP)
-    children = [int(line) for line in runs.lines(4)]
-    kill(started.supervisor)
-    now = state(started.attempt)
-    assert (now.state, now.reason, now.job_alive) == ("stale", "supervisor_died", True)
-    with pytest.raises(Refused) as error:
-        start(started.attempt)
-    assert error.value.reason == "stale"
-    report = stop(started.attempt)
-    assert (report.ok, report.how) == (True, "tagged")
-    assert set(children) <= set(report.signalled)
-    assert alive(children) == set()
-    now = state(started.attempt)
-    assert (now.state, now.job_alive) == ("stale", False)
-    assert not Attempt(started.attempt).exit.exists()
-
-
-@pytest.mark.parametrize("count", [24, pytest.param(300, marks=pytest.mark.long)])
-def test_a_supervisor_killed_at_any_moment_leaves_nothing_that_cannot_be_found(runs: Runs, count: int) -> None:
-    seen: dict[str, int] = {}
-    for number in range(count):
-        attempt = runs.spec(str(number), ["sleep", "1000"])
-        run_id = str((read_json(attempt.spec) or {})["run_id"])
-        environ = {**os.environ, identity.SUPERVISOR: run_id}
-        argv = [sys.executable, "-m", "backend.runs.supervisor", str(attempt.path)]
-        with subprocess.Popen(argv, env=environ) as supervisor:
-            while not attempt.lock.exists():
-                os.sched_yield()
-            while number % 2 and not attempt.intent.exists():
-                os.sched_yield()
-            for _ in range(number % 60):
-                state(attempt.path)
-            supervisor.kill()
-        before = state(attempt.path)
-        seen[before.state] = seen.get(before.state, 0) + 1
-        # "running": the job, between fork and exec, still holds the lock that it inherited.
-        assert before.state in ("pending", "stale", "running")
-        assert before.state != "pending" or identity.tagged(run_id, orphaned=True) == ()
-        assert stop(attempt.path, 0).ok
-        assert identity.tagged(run_id, orphaned=True) == ()
-        assert state(attempt.path).state in ("pending", "stale") and not state(attempt.path).job_alive
-    assert seen.get("stale"), f"no kill hit a started job: {seen}"
-
-
-def test_reboot_and_container_restart_are_told_apart(runs: Runs) -> None:
-    started = runs.sh("a", f"echo up > $FIFO; {SLEEP}")
-    runs.lines(1)
-    kill(started.supervisor)
-    assert started.job is not None
-    kill(started.job)
-    path = Attempt(started.attempt).proc
-    record = read_json(path) or {}
-    for change, reason in (({"boot_id": "another"}, "reboot"), ({"pid1_ticks": 10**9}, "container_restart")):
-        write_json(path, {**record, "supervisor": {**record["supervisor"], **change}})
-        now = state(started.attempt)
-        assert (now.state, now.reason, now.job_alive) == ("stale", reason, False)
-
-
-def test_a_crash_between_intent_and_record_is_no_fresh_start(runs: Runs) -> None:
-    started = runs.sh("a", f"echo up > $FIFO; {SLEEP}")
-    runs.lines(1)
-    kill(started.supervisor)
-    Attempt(started.attempt).proc.unlink()
-    now = state(started.attempt)
-    assert (now.state, now.job_alive, now.job) == ("stale", True, None)
-    assert stop(started.attempt).how == "tagged"
-
-
 def test_sixteen_starts_at_once_are_one_start(runs: Runs) -> None:
     attempt = runs.spec("a", ["sh", "-c", f"echo $$ >> {runs.folder}/pids; {SLEEP}"])
     with ThreadPoolExecutor(16) as pool:
@@ -378,77 +234,6 @@ def test_looking_at_the_state_never_spoils_a_start(runs: Runs) -> None:
     assert [result.new for result in results] == [True] * 10
     for result in results:
         await_end(result.supervisor)
-
-
-NEST = """
-import sys
-from pathlib import Path
-from backend.runs.supervisor import start, write_spec
-inner = Path(sys.argv[1])
-inner.mkdir()
-script = f"trap '{sys.argv[4]}' TERM; echo up > {sys.argv[2]}; while :; do sleep 1000 & wait; done"
-write_spec(inner, argv=["sh", "-c", script], grace_s=float(sys.argv[5]))
-start(inner)
-sys.stdin = open(sys.argv[3])
-sys.stdin.read()
-"""
-
-
-def nest(
-    runs: Runs, subreaper: bool, *, grace_s: float = 60.0, trap: str = "exit 5", inner_grace_s: float = 30.0
-) -> tuple[Started, Path]:
-    """An attempt whose job starts another one, and the folder of that inner attempt; returns when the inner runs."""
-    inner, go = runs.folder / "inner", Path(f"{runs.fifo}.go")
-    os.mkfifo(go)
-    argv = [sys.executable, "-c", NEST, str(inner), str(runs.fifo), str(go), trap, str(inner_grace_s)]
-    root = str(Path(backend.__file__).parent.parent)
-    outer = runs.start("outer", argv, subreaper=subreaper, env={"PYTHONPATH": root}, grace_s=grace_s)
-    runs.lines(1)
-    return outer, inner
-
-
-@pytest.mark.parametrize("ending", ["stop", "own end", "kill -9"])
-def test_attempts_of_a_pilot_outlive_it(runs: Runs, ending: str) -> None:
-    outer, inner = nest(runs, subreaper=False)
-    if ending == "stop":
-        assert stop(outer.attempt).state.state == "cancelled"
-    elif ending == "own end":
-        Path(f"{runs.fifo}.go").write_text("")
-        await_end(outer.supervisor)
-        assert state(outer.attempt).state == "succeeded"
-    else:
-        kill(outer.supervisor)
-        stop(outer.attempt)
-    assert state(inner).state == "running"
-    assert stop(inner).ok
-
-
-def test_an_attempt_inside_another_dies_with_it_and_records_its_own_end(runs: Runs) -> None:
-    outer, inner = nest(runs, subreaper=True)
-    assert stop(outer.attempt).ok
-    ended = state(inner)
-    assert (ended.state, ended.code, ended.stopped) == ("cancelled", 5, True)
-
-
-def test_the_job_of_an_attempt_inside_another_is_asked_once_and_by_its_own_supervisor(runs: Runs) -> None:
-    outer, inner = nest(runs, subreaper=True, trap="echo asked", inner_grace_s=0.5)
-    assert stop(outer.attempt).ok
-    assert (inner / "log").read_text() == "asked\n"
-    assert (state(inner).state, state(inner).signal) == ("cancelled", signal.SIGKILL)
-
-
-def test_an_attempt_inside_a_killed_one_records_its_end_too(runs: Runs) -> None:
-    outer, inner = nest(runs, subreaper=True, grace_s=0.0)
-    assert stop(outer.attempt).ok
-    assert state(inner).state == "cancelled"
-
-
-def test_an_attempt_inside_one_whose_supervisor_died_is_found_and_stopped(runs: Runs) -> None:
-    outer, inner = nest(runs, subreaper=True)
-    kill(outer.supervisor)
-    assert stop(outer.attempt).ok
-    assert state(inner).state == "cancelled"
-    assert identity.tagged(state(inner).run_id) == ()
 
 
 def test_the_second_user_of_the_gpus_is_told_who_has_them(runs: Runs) -> None:
@@ -545,69 +330,3 @@ def test_a_supervisor_that_cannot_start_says_why(runs: Runs) -> None:
         start(attempt.path)
     assert error.value.reason == "start_failed"
     assert state(attempt.path).state == "pending"
-
-
-def test_a_caller_that_is_killed_in_mid_start_does_not_harm_the_run(runs: Runs) -> None:
-    attempt = runs.spec("a", ["sh", "-c", f"echo up > {runs.fifo}; exit 4"])
-    code = "import sys; from pathlib import Path; from backend.runs.supervisor import start; start(Path(sys.argv[1]))"
-    with subprocess.Popen([sys.executable, "-c", code, str(attempt.path)]) as caller:
-        while not attempt.intent.exists():
-            os.sched_yield()
-        caller.kill()
-    runs.lines(1)
-    await_end(state(attempt.path).supervisor)
-    assert (state(attempt.path).state, state(attempt.path).code) == ("failed", 4)
-
-
-@pytest.fixture
-def mounts() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def mount(argv: Sequence[str], folder: Path, stack: ExitStack) -> None:
-    folder.mkdir()
-    done = subprocess.run(["mount", *argv, str(folder)], check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no mounts here: {done.stderr.strip()}")
-    stack.callback(subprocess.run, ["umount", str(folder)], check=True)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a file system without inodes needs a mount, which needs root")
-def test_a_job_whose_start_cannot_be_recorded_is_stopped_again(mounts: ExitStack, runs: Runs) -> None:
-    # root, spec.json, .lock.guard, lock, .exit.json.reserved, log, intent.json: proc.json finds no inode left
-    mount(["-t", "tmpfs", "-o", "nr_inodes=7", "none"], runs.folder / "small", mounts)
-    started = runs.start("small", ["sleep", "1000"])
-    await_end(started.supervisor)
-    ended = state(started.attempt)
-    assert (ended.state, ended.signal, ended.stopped) == ("failed", signal.SIGTERM, False)
-    assert "proc.json cannot be written: No space left on device" in ended.reason
-    assert identity.tagged(started.run_id) == ()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a frozen file system needs a mount, which needs root")
-def test_what_even_sigkill_does_not_end_is_reported_and_not_waited_for(
-    runs: Runs, mounts: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    image, frozen = runs.folder / "image", runs.folder / "frozen"
-    with image.open("wb") as file:
-        file.truncate(8 << 20)
-    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    mount(["-o", "loop", str(image)], frozen, mounts)
-    if subprocess.run(["fsfreeze", "-f", str(frozen)], check=False).returncode:
-        pytest.skip("file systems cannot be frozen here")
-    with ExitStack() as thaw:
-        thaw.callback(subprocess.run, ["fsfreeze", "-u", str(frozen)], check=True)
-        started = runs.sh("a", f"echo up > $FIFO; echo x > {frozen}/file")
-        runs.lines(1)
-        assert started.job is not None
-        while (seen := identity.see(started.job.pid)) and seen.state != "D":
-            os.sched_yield()
-        kill(started.supervisor)
-        monkeypatch.setattr(tree, "NESTED_MARGIN_S", 0.1)
-        monkeypatch.setattr(tree, "UNKILLABLE_S", 0.1)
-        report = stop(started.attempt, 0)
-        assert (report.ok, report.reason, report.how) == (False, "unkillable", "tagged")
-        assert [(left.pid, left.state) for left in report.left] == [(started.job.pid, "D")]
-    await_end(started.job)
-    assert stop(started.attempt).ok

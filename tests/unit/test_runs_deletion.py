@@ -27,6 +27,7 @@ from backend.runs.audit import AuditLog
 from backend.runs.beneath import Opener, choose_opener, open_by_component, open_by_kernel
 from backend.runs.deletion import DeletePlan, apply_delete, pending_trash, plan_delete, purge_trash, undo
 from backend.runs.marker import MARKER, write_marker
+from backend.runs.target import TRASH_PREFIX
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mounts, foreign owners)")
 
@@ -285,7 +286,7 @@ def test_a_swap_at_the_last_moment_is_put_back(case: Case, monkeypatch: pytest.M
     rename = deletion._rename_new
 
     def swap_first(parent_fd: int, old: str, new: str, reason: str) -> None:
-        if new.startswith(deletion.TRASH_PREFIX):
+        if new.startswith(TRASH_PREFIX):
             case.cache.rename(case.root / "aside")
             case.precious.rename(case.cache)
         rename(parent_fd, old, new, reason)
@@ -302,7 +303,7 @@ def test_what_was_written_at_the_last_moment_is_not_lost(case: Case, monkeypatch
     rename = deletion._rename_new
 
     def write_first(parent_fd: int, old: str, new: str, reason: str) -> None:
-        if new.startswith(deletion.TRASH_PREFIX):
+        if new.startswith(TRASH_PREFIX):
             (case.cache / "rows/new").write_text("result of a long night")
         rename(parent_fd, old, new, reason)
 
