@@ -36,6 +36,8 @@ def environment(backend: str) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_WAIT_POLICY": "PASSIVE",
+        # After a crash the server would wait 60 s for core dumps of GPUs that are not there.
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
     }
     return env | {"TRITON_INTERPRET": "1"} if backend == TRITON else env
 

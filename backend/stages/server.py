@@ -7,6 +7,7 @@ pilot stop through here. Knows nothing of readiness: that is the gate's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -265,6 +266,8 @@ def _clear_dump(folder: Path) -> None:
     for entry in folder.iterdir():
         entry.unlink()
     folder.rmdir()
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()  # made by us too, unless another launch still dumps there
 
 
 def facts(attempt: Path) -> dict[str, Any]:
