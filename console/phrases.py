@@ -10,6 +10,11 @@ from console.marks import duration, mark, size
 from console.sanitise import clean
 from console.state import PipelineState, Progress, StageState
 
+RATES = frozenset({"tokens_s", "gb_s"})
+"""Names in `_s` that are rates per second; every other name in `_s` is a time in seconds."""
+SOURCE_SEQ = "src"
+"""A forwarded event's number in its attempt: for machines."""
+
 
 def count(value: float) -> str:
     """`37,312`, or `0.83` for what is not whole."""
@@ -22,6 +27,8 @@ def amount(name: str, value: Any) -> str:
         return clean(str(value))
     if name.endswith("bytes"):
         return size(value)
+    if name in RATES:
+        return f"{count(value)}/s"
     if name.endswith(("seconds", "_s")):
         return duration(value)
     if name == "gb" or name.endswith("_gb"):
@@ -44,7 +51,7 @@ def progress(state: Progress) -> str:
         parts.append(f"{size(state.rate)}/s" if state.unit == "bytes" else f"{state.rate:,.3g}/s")
     if state.eta_s is not None and state.share < 1:
         parts.append("ETA " + eta(state))
-    return " · ".join(parts)
+    return " · ".join([*parts, *([metrics(state.detail)] if state.detail else [])])
 
 
 def eta(state: Progress) -> str:
@@ -56,7 +63,11 @@ def eta(state: Progress) -> str:
 
 def metrics(values: Mapping[str, Any]) -> str:
     """`step 118 · loss 1.83 · accept_length 1.41`."""
-    return " · ".join(f"{clean(str(name))} {amount(str(name), value)}" for name, value in values.items())
+    shown = {str(name): value for name, value in values.items() if name != SOURCE_SEQ}
+    return " · ".join(
+        f"{clean(name.removesuffix('_s') if name in RATES else name)} {amount(name, value)}"
+        for name, value in shown.items()
+    )
 
 
 def check(values: Mapping[str, Any]) -> str:

@@ -27,6 +27,8 @@ class Progress:
     rate: float | None = None
     eta_s: float | None = None
     eta_hi_s: float | None = None
+    detail: Values = field(default_factory=dict)
+    """What the stage adds: tokens and bytes per second, the last health code …"""
 
     @property
     def share(self) -> float:
@@ -149,6 +151,9 @@ def _not_needed(stage: StageState, event: Event) -> StageState:
     return replace(stage, state="not_needed", why=str(event.d.get("why", "")))
 
 
+_PROGRESS_KEYS = frozenset({"done", "total", "unit", "rate", "eta_s", "eta_hi_s", "src"})
+
+
 def _progress(stage: StageState, event: Event) -> StageState:
     d = event.d
     return replace(
@@ -161,6 +166,7 @@ def _progress(stage: StageState, event: Event) -> StageState:
             rate=_number(d.get("rate")),
             eta_s=_number(d.get("eta_s")),
             eta_hi_s=_number(d.get("eta_hi_s")),
+            detail={name: value for name, value in d.items() if name not in _PROGRESS_KEYS},
         ),
     )
 

@@ -64,7 +64,9 @@ class Pilot:
         self.consent = Consent.from_json(order["consent"])
         self.consented_at = order.get("created")
         home = Home(pipeline.path.parents[1])
-        self.ctx = StageContext(Config.model_validate(plan["config"]), plan["python"], home, {}, Silent())
+        self.ctx = StageContext(
+            Config.model_validate(plan["config"]), plan["python"], home, {}, Silent(), pipeline=pipeline.path
+        )
         self.history = History(home)
         self.log = EventLog(pipeline.events, pipe=pipeline.id)
         self.results: dict[str, dict[str, Any]] = {}
@@ -135,7 +137,7 @@ class Pilot:
     def _run(self, stage: Stage, order: int, decision: Decision) -> None:
         ctx = self._context(stage)
         current = self.pipeline.current(stage.name)
-        if current is not None and self._goes_on(stage, current):
+        if current is not None and state_of(current.path).alive:
             self.log.emit("stage_started", self._where(current, "goes on"), stage=stage.name, att=current.number)
         else:
             plan = stage.plan(ctx)
@@ -154,17 +156,13 @@ class Pilot:
             if current is not None:
                 self._clear(stage, current)
             ctx = replace(ctx, consented=plan.destructive, frozen_at=self.consented_at)
-            current = self._start(stage, order, ctx, decision)
-        self._follow(stage, current)
+            current = self._start(stage, order, ctx)
+        self._follow(stage, current, ctx, decision.material or material_of(stage, ctx))
 
     def _skip(self, stage: Stage, action: str, why: str) -> None:
         self.log.emit("stage_skipped" if action == "skip" else "stage_not_needed", {"why": why}, stage=stage.name)
         known = read_json(self.pipeline.skipped) or {}
         write_json(self.pipeline.skipped, {**known, stage.name: {"action": action, "why": why}})
-
-    def _goes_on(self, stage: Stage, attempt: Attempt) -> bool:
-        """A living attempt is followed, not started again."""
-        return state_of(attempt.path).alive
 
     def _clear(self, stage: Stage, attempt: Attempt) -> None:
         """A supervisor that was killed may have left its job alive: end that before the next attempt."""
@@ -177,20 +175,16 @@ class Pilot:
             )
             (stop_server if (attempt.path / SERVER).exists() else stop)(attempt.path)
 
-    def _start(self, stage: Stage, order: int, ctx: StageContext, decision: Decision) -> Attempt:
-        material = decision.material or material_of(stage, ctx)
+    def _start(self, stage: Stage, order: int, ctx: StageContext) -> Attempt:
+        """A new attempt; of a service, its server too. Its task is started by `_follow`."""
         attempt = self.pipeline.new_attempt(stage.name, order)
-        task = attempt
         if isinstance(stage, Service):
             stage.start(ctx, attempt.path)
-            ctx = replace(ctx, server=attempt.path)
-            task = Attempt(attempt.path / "proof").create()
-        write_input(task.path, ctx, digest(material), material)
         self.log.emit("stage_started", self._where(attempt, "starts"), stage=stage.name, att=attempt.number)
-        self._spawn(stage.name, task)
         return attempt
 
-    def _spawn(self, name: str, task: Attempt) -> None:
+    def _spawn(self, name: str, task: Attempt, ctx: StageContext, material: dict[str, Any]) -> None:
+        write_input(task.path, ctx, digest(material), material)
         write_spec(
             task.path,
             argv=[self.ctx.python, "-m", "backend.stages", name, str(task.path)],
@@ -199,10 +193,13 @@ class Pilot:
         )
         start(task.path)
 
-    def _follow(self, stage: Stage, attempt: Attempt) -> None:
-        task = Attempt(attempt.path / "proof") if isinstance(stage, Service) else attempt
+    def _follow(self, stage: Stage, attempt: Attempt, ctx: StageContext, material: dict[str, Any]) -> None:
+        """Start the attempt's task, unless the pilot before us did, and forward what it says until it has ended."""
+        task = attempt
+        if isinstance(stage, Service):
+            task, ctx = Attempt(attempt.path / "proof").create(), replace(ctx, server=attempt.path)
         if not task.exit.exists() and not task.proc.exists():
-            self._spawn(stage.name, task)  # the pilot before us was killed between the server and its proof
+            self._spawn(stage.name, task, ctx, material)
         seen = forwarded_until(self.pipeline.events, stage.name, attempt.number)
         state = Follower(task, stage.name, attempt.number, self.log, seen).until_end()
         self._ended(stage, attempt, task, state)
@@ -213,6 +210,8 @@ class Pilot:
         if state.state == "succeeded" and recorded is not None:
             product = Product(stage.name, recorded["fingerprint"], recorded["outputs"], task.path)
             self._keep(stage.name, product, "ran", seconds)
+            if stage.name == "bench" and self.ctx.config.bench.baselines:
+                self.log.emit("service_stopped", {"why": "bench measured its baselines in its place"}, stage="deploy")
             ended = {"state": "succeeded", "seconds": seconds}
             self.log.emit("stage_ended", ended, stage=stage.name, att=attempt.number)
             if stage.name == "purge":
@@ -228,8 +227,8 @@ class Pilot:
         self.results[stage.name] = {"state": state.state, "seconds": seconds, "error": error.what}
         data = {"state": state.state, "seconds": seconds, **error.as_json()}
         self.log.emit("stage_ended", data, stage=stage.name, att=attempt.number)
-        if stage.name in ("gate", "deploy"):
-            self._stop_service("launch" if stage.name == "gate" else "deploy", "it could not be proven")
+        if stage.name == "gate" or isinstance(stage, Service):
+            self._stop_service("launch" if stage.name == "gate" else stage.name, "it could not be proven")
         raise error
 
     def _ready(self, stage: Stage, verdict: dict[str, Any], proof: Attempt) -> None:

@@ -6,13 +6,16 @@ the first or resumes it.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from backend.pilot.consent import effective_severity
 from backend.pilot.decide import Decision, Selection, decide
 from backend.pilot.history import History
+from backend.runs.atomic import read_json
 from backend.runs.fingerprint import digest
+from backend.runs.layout import Home
 from backend.stages.base import Stage, StageContext, StagePlan
 from backend.stages.figures import GB, disk_budget
 from backend.stages.registry import STAGES
@@ -20,14 +23,16 @@ from backend.stages.registry import STAGES
 
 def make_plan(ctx: StageContext, name: str, selection: Selection) -> dict[str, Any]:
     """The whole plan as JSON (the form is documented in docs/cli.md)."""
-    decisions = decide(ctx, selection, History(ctx.home))
-    ctx = _with_products(ctx, decisions)
     config = ctx.config.model_dump(mode="json")
+    key = digest({"config": config, "selection": selection.as_json()})
+    decisions = decide(ctx, selection, History(ctx.home))
+    products = {decision.stage: decision.product for decision in decisions if decision.product is not None}
+    ctx = replace(ctx, products=products, pipeline=_same_wish(ctx.home, key))
     stages = [_entry(stage, decision, ctx) for stage, decision in zip(STAGES, decisions, strict=True)]
     running = [entry for entry in stages if entry["action"] == "run"]
     return {
         "v": 1,
-        "key": digest({"config": config, "selection": selection.as_json()}),
+        "key": key,
         "name": name,
         "home": str(ctx.home.path),
         "host": ctx.config.host.address,
@@ -42,9 +47,12 @@ def make_plan(ctx: StageContext, name: str, selection: Selection) -> dict[str, A
     }
 
 
-def _with_products(ctx: StageContext, decisions: list[Decision]) -> StageContext:
-    products = {decision.stage: decision.product for decision in decisions if decision.product is not None}
-    return StageContext(ctx.config, ctx.python, ctx.home, products, ctx.reporter)
+def _same_wish(home: Home, key: str) -> Path | None:
+    """The newest pipeline with this key: the one that a start would resume if it has not finished."""
+    for pipeline in reversed(home.pipelines()):
+        if (read_json(pipeline.plan) or {}).get("key") == key:
+            return pipeline.path
+    return None
 
 
 def _entry(stage: Stage, decision: Decision, ctx: StageContext) -> dict[str, Any]:

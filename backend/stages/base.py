@@ -49,6 +49,8 @@ class StageContext:
     reporter: Reporter
     attempt: Path | None = None
     server: Path | None = None
+    pipeline: Path | None = None
+    """Folder of the pipeline that this belongs to, or that the same wish would resume."""
     consented: tuple[Mapping[str, Any], ...] = ()
     """The destructive plans that the operator's consent named, exactly as they were shown."""
     frozen_at: float | None = None

@@ -34,6 +34,7 @@ def write_input(attempt: Path, ctx: StageContext, fingerprint: str, material: Ma
             "home": str(ctx.home.path),
             "products": {name: {**asdict(p), "attempt": str(p.attempt)} for name, p in ctx.products.items()},
             "server": str(ctx.server) if ctx.server else None,
+            "pipeline": str(ctx.pipeline) if ctx.pipeline else None,
             "consented": [dict(item) for item in ctx.consented],
             "frozen_at": ctx.frozen_at,
             "fingerprint": fingerprint,
@@ -55,6 +56,7 @@ def read_input(attempt: Path, reporter: Reporter) -> tuple[StageContext, str]:
         reporter=reporter,
         attempt=attempt,
         server=Path(data["server"]) if data["server"] else None,
+        pipeline=Path(data["pipeline"]) if data["pipeline"] else None,
         consented=tuple(data["consented"]),
         frozen_at=data["frozen_at"],
     )

@@ -19,11 +19,11 @@ from backend.stages.server import ServerRecord, live_servers, stop_server
 
 
 class StopOldServer(Stage):
-    """Ends our live servers, except the one that this plan goes on with."""
+    """Ends our live servers of other pipelines."""
 
     name: ClassVar[str] = "stop"
     severity: ClassVar[Severity] = 2
-    serves: ClassVar[tuple[str, ...]] = ("extract",)
+    serves: ClassVar[tuple[str, ...]] = ("extract", "train", "bench")
 
     def plan(self, ctx: StageContext) -> StagePlan:
         """Each server that would be stopped."""
@@ -65,5 +65,9 @@ class StopOldServer(Stage):
         return checks
 
     def old(self, ctx: StageContext) -> list[Path]:
-        """Live servers of this home, without the one in use by this plan (`ctx.server`)."""
-        return [attempt for attempt in live_servers(ctx.home) if attempt != ctx.server]
+        """Live servers of this home, without those of this pipeline, which the pilot itself starts and stops."""
+        return [
+            attempt
+            for attempt in live_servers(ctx.home)
+            if ctx.pipeline is None or not attempt.is_relative_to(ctx.pipeline)
+        ]

@@ -10,6 +10,7 @@ import hashlib
 import math
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -114,7 +115,7 @@ class Train(Stage):
             folder = Path(outputs[kind])
             if not folder.is_dir():
                 return [Check(f"{kind} export", False, f"{folder} is gone")]
-            checks += check_export(folder, target)
+            checks += [replace(check, name=f"{kind}: {check.name}") for check in check_export(folder, target)]
         return checks
 
 
