@@ -50,7 +50,7 @@ async def follow(client: Client, pipeline: str, view: View, *, offset: int = 0) 
     code = exit_code(end)
     told = any(stage.failure for stage in state.stages) or state.needs is not None
     if code != Exit.OK and not (told and state.code is not None):
-        state = replace(state, failure=_pilot_failure(end))
+        state = replace(state, failure=pilot_failure(end))
     if end.get("summary"):
         state = replace(state, summary=end["summary"])
     view.ended(state, code)
@@ -61,17 +61,28 @@ def exit_code(pilot: dict[str, Any]) -> int:
     """The exit code for the end of a pilot as the agent proved it from files: its own, where it has one of ours."""
     if pilot.get("state") == "cancelled":
         return Exit.STAGE_FAILED  # somebody stopped it; its own 143 would say that the work goes on
-    if pilot.get("state") not in ("succeeded", "failed"):
+    if pilot.get("state") not in ("succeeded", "failed") or _killed(pilot):
         return Exit.NEEDS_HUMAN
     code = pilot.get("code")
     return code if code in tuple(Exit) else Exit.STAGE_FAILED
 
 
-def _pilot_failure(pilot: dict[str, Any]) -> Failure:
+def _killed(pilot: dict[str, Any]) -> bool:
+    """True for a pilot that a signal ended from outside, itself or its supervisor: nobody stopped its stage."""
+    if pilot.get("state") == "stale":
+        return pilot.get("reason") == "supervisor_died" and not pilot.get("job_alive")
+    ended_by_signal = pilot.get("signal") is not None or pilot.get("code") in (Exit.INTERRUPTED, Exit.TERMINATED)
+    return pilot.get("state") == "failed" and ended_by_signal
+
+
+def pilot_failure(pilot: dict[str, Any]) -> Failure:
     """Why a pilot ended, where no event says so: it was stopped, killed, or could not even start."""
     state, reason = str(pilot.get("state")), str(pilot.get("reason") or "")
     if state == "cancelled":
         return Failure("stopped", "the pilot was stopped", "start again to go on from what is done")
+    if _killed(pilot):
+        what = f"the pilot was killed ({reason}); the running stage goes on"
+        return Failure(reason, what, "start again to take it over")
     what = (
         f"the pilot is {state}" if state in ("stale", "pending") else f"the pilot ended with code {pilot.get('code')}"
     )
@@ -107,15 +118,15 @@ async def _stop(client: Client, pipeline: str, view: View, interrupts: Interrupt
     return code
 
 
-def detached(view: View, pipeline: str, code: Exit) -> None:
-    """Say that the work goes on, and how to see and to stop it."""
+def detached(view: View, pipeline: str | None, code: Exit) -> None:
+    """Say that the work goes on, and how to see and to stop it. None: the host has not said yet which one it is."""
     why = {Exit.TIMEOUT: "timeout", Exit.TERMINATED: "terminated"}.get(code, "interrupted")
     view.own(
         "detached",
         {"id": pipeline, "why": why, "code": int(code)},
         f"{why}: detached, the work goes on\n"
-        f"  follow: eagle3-console attach {pipeline}\n"
-        f"  stop:   eagle3-console stop --pipeline {pipeline}",
+        f"  follow: eagle3-console attach{f' {pipeline}' if pipeline else ''}\n"
+        f"  stop:   eagle3-console stop{f' --pipeline {pipeline}' if pipeline else ''}",
     )
 
 

@@ -111,18 +111,30 @@ def _unfinished(home: Home, key: str) -> Pipeline | None:
 
 
 def _refuse_beside(home: Home, pipeline: Pipeline) -> None:
-    """A pilot that lives has control, whatever became of its lease: two would fight over servers and GPUs."""
+    """A pilot or a task that lives has control, whatever became of leases: two would fight over servers and GPUs.
+
+    Services do not count: the new pipeline's stop stage ends those.
+    """
     for other in home.pipelines():
-        if other == pipeline or pilots.pilot_state(other)["state"] not in _LIVE:
+        if other == pipeline:
             continue
-        plan = read_json(other.plan) or {}
-        by = plan.get("operator") or {}
-        raise OperatorError(
-            f"pipeline {other.id} of {by.get('who')} (on {by.get('host')}) has control: it is running",
-            fix=f"follow it with `eagle3-console attach {other.id}`, or stop it first",
-            reason="lease_held",
-            code=Exit.CONTROL_HELD,
-        )
+        pilot = pilots.pilot_state(other)
+        by = (read_json(other.plan) or {}).get("operator") or {}
+        whose = f"pipeline {other.id} of {by.get('who')} (on {by.get('host')})"
+        if pilot["state"] in _LIVE or pilot.get("job_alive"):
+            raise OperatorError(
+                f"{whose} has control: it is running",
+                fix=f"follow it with `eagle3-console attach {other.id}`, or stop it first",
+                reason="lease_held",
+                code=Exit.CONTROL_HELD,
+            )
+        if running := [stage for stage, _ in _stages(other, None, services=False)]:
+            raise OperatorError(
+                f"stage {running[0]} of {whose} runs on, though its pilot has ended",
+                fix=f"`eagle3-console stop --pipeline {other.id}` ends it; or start that plan again to take it over",
+                reason="stage_running",
+                code=Exit.CONTROL_HELD,
+            )
 
 
 def _take_control(home: Home, pipeline: Pipeline, operator: dict[str, str]) -> lease.Lease:
@@ -221,7 +233,7 @@ def _stages(pipeline: Pipeline, stage: str | None, *, services: bool) -> list[tu
 def _parts(attempt: Attempt, *, server: bool) -> list[Attempt]:
     """What of an attempt is meant: the task that proves a server is work, the server itself only with `server`."""
     task = pilots.task_of(attempt)
-    return [task] if not server else [task, attempt] if task != attempt else [attempt]
+    return ([task] if task != attempt else []) + ([attempt] if server else [])
 
 
 def _lives(attempt: Attempt) -> bool:

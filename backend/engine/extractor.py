@@ -1,7 +1,7 @@
 """The extractor: records through a capturing server into the store, many in flight, each verified on arrival.
 
 Client of the extraction server and of the store's writer; owns the rules of the exchange (length order, one try more
-for a failed record, the dump file removed only after its record is in the store). Knows nothing of stages.
+for a failed record, the dump file removed once its record is in the store or has failed). Knows nothing of stages.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from backend.report import Reporter
 from backend.store.writer import StoreWriter
 
 TRIES = 2
+_NOT_THE_RECORD = frozenset({"record_dtype", "disk_full", "store_write", "store_closed"})
+"""Reasons of `StoreWriter.append` that the next record would meet too: nothing is won by going on."""
 
 
 @dataclass
@@ -58,8 +60,9 @@ class Extractor:
         """Extract every record that the store does not hold yet, shortest first (padding-free batches).
 
         Raises:
-            OperatorError: the server is gone, a capture contradicts its record, or the disk is full; all that was
-                stored before stays.
+            OperatorError: the server is gone, its dtype does not fit the store, or the disk is full; all that was
+                stored before stays. A record that failed is no error here: see `Extraction.failed`.
+            asyncio.CancelledError: the caller's task was cancelled; workers stop between records, never inside one.
         """
         wanted = sorted(records, key=lambda record: len(record.input_ids))
         todo = [record for record in wanted if record.id not in self.writer.done_ids]
@@ -84,30 +87,34 @@ class Extractor:
 
     async def _extract_one(self, record: MergedRecord, state: Extraction) -> None:
         for attempt in range(1, TRIES + 1):
+            rid = f"{record.id}-{attempt}"
+            dump = self.dump_dir / f"{rid}.safetensors"
             try:
-                capture = await self._capture(record, attempt)
+                capture = await self._capture(record, rid, dump)
+                self.writer.append(
+                    record.id, record.source, capture.input_ids_T, record.spans, capture.aux_TC, capture.last_TH
+                )
             except OperatorError as error:
+                if error.reason in _NOT_THE_RECORD:
+                    raise
                 gone = self.server_error()
                 if gone is not None:
                     raise gone from error
                 self.reporter.warning(f"record {record.id}, try {attempt} of {TRIES}: {error.what}")
                 state.failed[record.id] = error.what
                 continue
-            self.writer.append(
-                record.id, record.source, capture.input_ids_T, record.spans, capture.aux_TC, capture.last_TH
-            )
-            capture.path.unlink()
+            finally:
+                dump.unlink(missing_ok=True)
             state.failed.pop(record.id, None)
             state.done += 1
             state.tokens += len(record.input_ids)
             state.bytes += capture.nbytes
             return
 
-    async def _capture(self, record: MergedRecord, attempt: int) -> Capture:
+    async def _capture(self, record: MergedRecord, rid: str, dump: Path) -> Capture:
         """One request; its dump is complete when the reply is there (the plugin writes before the server answers)."""
-        rid = f"{record.id}-{attempt}"
         await self.client.generate(record.input_ids, rid=rid, max_new_tokens=1)
-        capture = read_capture(self.dump_dir / f"{rid}.safetensors")
+        capture = read_capture(dump)
         if capture.input_ids_T.tolist() != list(record.input_ids):
             raise OperatorError(
                 f"record {record.id}: captured ids differ from the {len(record.input_ids)} that were sent",

@@ -95,7 +95,7 @@ def decide(ctx: StageContext, selection: Selection, history: History) -> list[De
 
 def material_of(stage: Stage, ctx: StageContext) -> dict[str, Any]:
     """The full material of a stage: its own, and the identity of each upstream product."""
-    upstream = {name: ctx.product(name).identity for name in stage.needs}
+    upstream = {name: dict(ctx.product(name).identity) for name in stage.needs}
     return {"stage": stage.name, "own": stage.material(ctx), "upstream": upstream}
 
 

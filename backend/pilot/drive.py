@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from backend.config import Config
-from backend.errors import Exit, OperatorError
+from backend.errors import Exit, OperatorError, Refused
 from backend.pilot.consent import Consent
 from backend.pilot.decide import Decision, Selection, decide, material_of
 from backend.pilot.follow import Follower, forwarded_until
@@ -33,12 +34,14 @@ from backend.runs.state import AttemptState
 from backend.runs.state import state as state_of
 from backend.runs.stop import stop
 from backend.runs.supervisor import start
-from backend.stages.base import Product, Service, Stage, StageContext
-from backend.stages.handover import OUTPUTS, read_failure, write_input
+from backend.runs.trash import ensure_job
+from backend.stages.base import Product, Service, Stage, StageContext, StagePlan
+from backend.stages.handover import OUTPUTS, read_failure, read_product, write_input
 from backend.stages.registry import STAGES, stage_named, stage_names
 from backend.stages.server import SERVER, stop_server
 
 ORDER_VARIABLE, LEASE_VARIABLE = "EAGLE3_ORDER", "EAGLE3_LEASE"
+_WORK_GOES_ON = (Exit.TIMEOUT, Exit.INTERRUPTED, Exit.TERMINATED)
 
 
 class Interrupted(BaseException):
@@ -62,13 +65,13 @@ class Pilot:
         named = os.environ.get(ORDER_VARIABLE)
         order = (read_json(Path(named)) if named else None) or plan
         self.consent = Consent.from_json(order["consent"])
+        self.shown = {str(item["sha"]): item for item in order.get("destructive") or ()}
         self.consented_at = order.get("created")
         home = Home(pipeline.path.parents[1])
         self.ctx = StageContext(
             Config.model_validate(plan["config"]), plan["python"], home, {}, Silent(), pipeline=pipeline.path
         )
         self.history = History(home)
-        self.log = EventLog(pipeline.events, pipe=pipeline.id)
         self.results: dict[str, dict[str, Any]] = {}
 
     def run(self) -> int:
@@ -83,6 +86,7 @@ class Pilot:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _interrupt)
         began, order = time.monotonic(), os.environ.get(ORDER_VARIABLE)
+        self.log = EventLog(self.pipeline.events, pipe=self.pipeline.id)
         self.log.emit("pipeline_started", {"name": self.name, "stages": stage_names()})
         try:
             with LeaseKeeper(self.ctx.home.operator, os.environ.get(LEASE_VARIABLE)) as self.lease:
@@ -96,6 +100,10 @@ class Pilot:
                 self.log.emit("needs_confirmation", error.as_json())
             elif not any("error" in result for result in self.results.values()):
                 self.log.emit("warning", {"text": str(error)})  # no stage failed: the pilot itself could not go on
+        except Exception as error:
+            traceback.print_exc()
+            code = Exit.STAGE_FAILED
+            self.log.emit("warning", {"text": f"the pilot crashed: {type(error).__name__}: {error}"})
         summary = summarise(self.ctx, self.results)
         if order:
             # An event's line is cut at 4 KB; the whole summary stands beside the pilot's other files.
@@ -106,6 +114,7 @@ class Pilot:
         return int(code)
 
     def _stages(self) -> None:
+        ensure_job(self.ctx.home, self.ctx.python)
         for order, stage in enumerate(STAGES, 1):
             decision = self._decide(stage)
             if decision.action == "run":
@@ -118,10 +127,10 @@ class Pilot:
 
     def _leave(self) -> None:
         """What stays at the end: servers whose client has not run yet, and the deployed one if it is to be kept."""
-        if "extract" in self.ctx.products:
+        if "extract" in self.ctx.products and "launch" not in self.selection.only:
             self._stop_service("launch", "nothing is left to extract")
         if not self.ctx.config.deploy.keep:
-            if "bench" in self.ctx.products:
+            if "bench" in self.ctx.products and "deploy" not in self.selection.only:
                 self._stop_service("deploy", "the pipeline has ended and [deploy] keep = false")
             return
         current = self.pipeline.current("deploy")
@@ -137,6 +146,8 @@ class Pilot:
     def _run(self, stage: Stage, order: int, decision: Decision) -> None:
         ctx = self._context(stage)
         current = self.pipeline.current(stage.name)
+        if current is not None and isinstance(stage, Service) and self._unproven(current):
+            self._stop_service(stage.name, "its proof did not end well: it is started again")
         if current is not None and state_of(current.path).alive:
             self.log.emit("stage_started", self._where(current, "goes on"), stage=stage.name, att=current.number)
         else:
@@ -155,14 +166,34 @@ class Pilot:
                 self._free()
             if current is not None:
                 self._clear(stage, current)
-            ctx = replace(ctx, consented=plan.destructive, frozen_at=self.consented_at)
+            ctx = replace(ctx, consented=self._as_shown(plan), frozen_at=self.consented_at)
             current = self._start(stage, order, ctx)
         self._follow(stage, current, ctx, decision.material or material_of(stage, ctx))
+
+    def _as_shown(self, plan: StagePlan) -> tuple[dict[str, Any], ...]:
+        """The destructive plans that were on the operator's screen, for those that `plan` finds again now.
+
+        Raises:
+            Refused: one was never shown (the plan was made before merge told what the store will be).
+        """
+        unseen = [item for item in plan.destructive if item["sha"] not in self.shown]
+        if unseen:
+            raise Refused(
+                f"{unseen[0]['path']} was not part of the plan that was agreed to",
+                fix="look at `eagle3-console plan purge` again, then agree to what it shows now",
+                reason="needs_confirmation",
+            )
+        return tuple(self.shown[item["sha"]] for item in plan.destructive)
 
     def _skip(self, stage: Stage, action: str, why: str) -> None:
         self.log.emit("stage_skipped" if action == "skip" else "stage_not_needed", {"why": why}, stage=stage.name)
         known = read_json(self.pipeline.skipped) or {}
         write_json(self.pipeline.skipped, {**known, stage.name: {"action": action, "why": why}})
+
+    def _unproven(self, server: Attempt) -> bool:
+        """True if the process that had to prove a living server was stopped, killed or failed."""
+        proof = state_of(server.path / "proof")
+        return state_of(server.path).alive and proof.ended and proof.state != "succeeded"
 
     def _clear(self, stage: Stage, attempt: Attempt) -> None:
         """A supervisor that was killed may have left its job alive: end that before the next attempt."""
@@ -205,17 +236,16 @@ class Pilot:
         self._ended(stage, attempt, task, state)
 
     def _ended(self, stage: Stage, attempt: Attempt, task: Attempt, state: AttemptState) -> None:
-        recorded = read_json(task.path / OUTPUTS)
+        product = read_product(task.path, stage.name)
         seconds = round(state.seconds or 0.0, 1)
-        if state.state == "succeeded" and recorded is not None:
-            product = Product(stage.name, recorded["fingerprint"], recorded["outputs"], task.path)
+        if stage.name == "purge":
+            ensure_job(self.ctx.home, self.ctx.python)
+        if state.state == "succeeded" and product is not None:
             self._keep(stage.name, product, "ran", seconds)
             if stage.name == "bench" and self.ctx.config.bench.baselines:
                 self.log.emit("service_stopped", {"why": "bench measured its baselines in its place"}, stage="deploy")
             ended = {"state": "succeeded", "seconds": seconds}
             self.log.emit("stage_ended", ended, stage=stage.name, att=attempt.number)
-            if stage.name == "purge":
-                self._empty_trash(attempt)
             if "verdict" in product.outputs:
                 self._ready(stage, product.outputs["verdict"], attempt)
             return
@@ -224,6 +254,8 @@ class Pilot:
             fix=f"`eagle3-console logs {stage.name}` shows its end; run again to go on from what is done",
             reason=state.reason or "killed",
         )
+        if error.code in _WORK_GOES_ON:  # of a stage that was stopped, the pipeline's end says: it does not
+            error = OperatorError(error.what, fix=error.fix, reason=error.reason)
         self.results[stage.name] = {"state": state.state, "seconds": seconds, "error": error.what}
         data = {"state": state.state, "seconds": seconds, **error.as_json()}
         self.log.emit("stage_ended", data, stage=stage.name, att=attempt.number)
@@ -238,13 +270,6 @@ class Pilot:
         facts = {key: verdict[key] for key in ("launch_id", "word", "ready_after_s", "why")}
         text = f"{verdict['word']} after {verdict['ready_after_s']:.1f} s: {verdict['why']}"
         self.log.emit("service_ready", {**facts, "text": text}, stage=name, att=server.number)
-
-    def _empty_trash(self, purge: Attempt) -> None:
-        """Start the job that frees the trash after its undo window; it outlives the pilot."""
-        job = Attempt(purge.path / "trash").create()
-        home = str(self.ctx.home.path)
-        write_spec(job.path, argv=[self.ctx.python, "-m", "backend.runs.trash", home, str(job.path)])
-        start(job.path)
 
     def _keep(self, name: str, product: Product, how: str, seconds: float | None = None) -> None:
         self.ctx = replace(self.ctx, products={**self.ctx.products, name: product})

@@ -44,16 +44,19 @@ class Follower:
             if ready:
                 os.close(pidfd)
                 pidfd = None
-        self.forward()
+        while self.forward():
+            continue
         return state_of(self.attempt.path)
 
-    def forward(self) -> None:
-        """Copy what is new."""
+    def forward(self) -> bool:
+        """Copy what is new; True if there may be more."""
+        before = self.offset
         events, self.offset = read_events(self.attempt.events, self.offset)
         for event in events:
             if event.seq > self.seen and event.ev in FORWARDED:
                 self.log.emit(event.ev, {**event.d, "src": event.seq}, stage=self.stage, att=self.number)
                 self.seen = event.seq
+        return self.offset != before
 
     def _supervisor(self) -> int | None:
         proc = read_json(self.attempt.proc)

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from backend.errors import OperatorError
 from backend.runs.atomic import read_json
 from backend.runs.fingerprint import first_difference
 from backend.runs.layout import Home
 from backend.runs.state import state as state_of
 from backend.stages.base import Product, Stage, StageContext
-from backend.stages.handover import MATERIAL, OUTPUTS
+from backend.stages.handover import MATERIAL, read_product
 
 
 class History:
@@ -24,7 +25,7 @@ class History:
 
     def __init__(self, home: Home) -> None:
         self.home = home
-        self._doubts: dict[tuple[Path, str], str] = {}
+        self._doubts: dict[Path, str] = {}
 
     def attempts(self, stage: str) -> Iterator[Path]:
         """Attempt directories of a stage over all pipelines, newest pipeline first, newest attempt first."""
@@ -35,25 +36,21 @@ class History:
         """The newest usable result with this fingerprint; else None and, if one was found but fails, why."""
         doubt = ""
         for attempt in self.attempts(stage.name):
-            recorded = read_json(attempt / OUTPUTS)
-            if recorded is None or recorded.get("fingerprint") != fingerprint:
+            product = read_product(attempt, stage.name)
+            if product is None or product.fingerprint != fingerprint or state_of(attempt).state != "succeeded":
                 continue
-            if state_of(attempt).state != "succeeded":
-                continue
-            found = self._doubt(stage, ctx, attempt, recorded["outputs"])
+            found = self._doubt(stage, ctx, product)
             if not found:
-                return Product(stage.name, fingerprint, recorded["outputs"], attempt), ""
+                return product, ""
             doubt = doubt or found
         return None, doubt
 
-    def _doubt(self, stage: Stage, ctx: StageContext, attempt: Path, outputs: dict[str, Any]) -> str:
-        """Why outputs do not verify, "" if they do. Looked at once in a process: the pilot decides often."""
-        key = (attempt, stage.name)
-        if key not in self._doubts:
-            failed = [check for check in stage.verify(ctx, outputs) if check.ok is False]
-            what = f"{failed[0].name}: {failed[0].evidence}" if failed else ""
-            self._doubts[key] = what and f"an earlier result no longer verifies: {what}"
-        return self._doubts[key]
+    def _doubt(self, stage: Stage, ctx: StageContext, product: Product) -> str:
+        """Why a product does not verify, "" if it does. Looked at once in a process: the pilot decides often."""
+        if product.attempt not in self._doubts:
+            what = _failure(stage, ctx, product)
+            self._doubts[product.attempt] = what and f"an earlier result no longer verifies: {what}"
+        return self._doubts[product.attempt]
 
     def why_changed(self, stage: str, material: dict[str, Any]) -> str:
         """Why a stage must run: never run, not finished, or the first key that differs from the newest attempt."""
@@ -71,6 +68,15 @@ class History:
     def label(self, product: Product) -> str:
         """A short name of the attempt that made a product: pipeline and attempt number."""
         return f"{product.attempt.parents[3].name[-6:]} attempt {product.attempt.name}"
+
+
+def _failure(stage: Stage, ctx: StageContext, product: Product) -> str:
+    """The first check that fails, or the error of a result so damaged that it cannot even be checked."""
+    try:
+        failed = [check for check in stage.verify(ctx, product.outputs) if check.ok is False]
+    except (OperatorError, OSError) as error:
+        return error.what if isinstance(error, OperatorError) else str(error)
+    return f"{failed[0].name}: {failed[0].evidence}" if failed else ""
 
 
 def _short(value: Any) -> str:

@@ -6,6 +6,7 @@ blocks for hours on one stage; it touches nothing but the lease file.
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,8 @@ class LeaseKeeper:
             except OperatorError as error:
                 self.lost = error
                 return
+            except OSError as error:  # a full disk for a moment: the lease is worth another try, it lasts 60 s
+                print(f"the lease could not be renewed: {error}", file=sys.stderr, flush=True)
             self._over.wait(RENEW_EVERY_S)
 
     def __enter__(self) -> Self:

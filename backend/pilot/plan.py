@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from backend.agent.pilots import pilot_state
 from backend.pilot.consent import effective_severity
 from backend.pilot.decide import Decision, Selection, decide
 from backend.pilot.history import History
@@ -43,15 +44,16 @@ def make_plan(ctx: StageContext, name: str, selection: Selection) -> dict[str, A
         "switches": _switches([entry["name"] for entry in running], ctx),
         "destructive": [item for entry in running for item in entry["destructive"]],
         "totals": _totals(running, ctx),
-        "nothing_to_do": not running,
+        # An unfinished pipeline of the same wish may still owe its last act: the deployed server that is to be kept.
+        "nothing_to_do": not running and ctx.pipeline is None,
     }
 
 
 def _same_wish(home: Home, key: str) -> Path | None:
-    """The newest pipeline with this key: the one that a start would resume if it has not finished."""
+    """The newest pipeline with this key, if it has not come to its end: the one that a start would resume."""
     for pipeline in reversed(home.pipelines()):
         if (read_json(pipeline.plan) or {}).get("key") == key:
-            return pipeline.path
+            return None if pilot_state(pipeline)["state"] == "succeeded" else pipeline.path
     return None
 
 

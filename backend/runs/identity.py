@@ -114,13 +114,15 @@ def environment(pid: int) -> dict[str, str]:
 def _has_no_environment(pid: int) -> bool:
     """True where nothing read from `environ` means that there is nothing: no memory any more, or an empty one.
 
-    In mid-exec the memory is new (size > 0) and env_start still 0; just after it, env_start < env_end.
+    In mid-exec the memory is new (size > 0) and env_start still 0; just after it, env_start < env_end. In between the
+    kernel sets both to one value (create_elf_tables), as an empty environment has for ever: a process that runs may be
+    at that point, one that sleeps is past it.
     """
     words = _stat(pid)
     if words is None:
         return True
     size, env_start, env_end = int(words[20]), int(words[47]), int(words[48])
-    return size == 0 or env_start == env_end != 0
+    return size == 0 or (env_start == env_end != 0 and words[0] != "R")
 
 
 def uid_of(pid: int) -> int | None:

@@ -1,7 +1,8 @@
 """`python -m backend.runs.trash HOME ATTEMPT`: the detached job that frees trash after its undo window.
 
 Waits until each pending trash may be unlinked and unlinks it, oldest first; an undo in the meantime takes it off the
-list. Safe to start twice and to kill: what is left is pending for the next one.
+list. Safe to start twice and to kill: what is left is pending for the next one, which `ensure_job` starts. Its
+attempts stand in `<home>/trash/attempts/<n>`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,47 @@ from backend.runs import allow
 from backend.runs.audit import AuditLog
 from backend.runs.deletion import pending_trash, purge_trash
 from backend.runs.events import AttemptReporter
-from backend.runs.layout import Home
+from backend.runs.layout import Attempt, Home
+from backend.runs.locks import exclusive
+from backend.runs.spec import write_spec
+from backend.runs.state import state
+from backend.runs.supervisor import start
 
 IDLE_IO = 3 << 13  # IOPRIO_CLASS_IDLE: freeing old data must not slow the extraction that it makes room for
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+
+
+def ensure_job(home: Home, python: str) -> bool:
+    """See that pending trash has a job that frees it; True if one was started now.
+
+    Does nothing where nothing is pending or a job lives, so it can be called at any time, by several at once.
+
+    Raises:
+        OperatorError: the job cannot be started.
+    """
+    with exclusive(home.create().locks / "trash.lock"):
+        if not pending_trash(AuditLog(home.audit)):
+            return False
+        attempts = _attempts(home)
+        newest = state(attempts[-1].path) if attempts else None
+        if newest is not None and (newest.alive or newest.job_alive):
+            return False
+        number = attempts[-1].number + 1 if attempts else 1
+        job = Attempt(_folder(home) / str(number)).create()
+        write_spec(job.path, argv=[python, "-m", "backend.runs.trash", str(home.path), str(job.path)])
+        start(job.path)
+        return True
+
+
+def _folder(home: Home) -> Path:
+    return home.path / "trash" / "attempts"
+
+
+def _attempts(home: Home) -> list[Attempt]:
+    """Jobs so far, oldest first."""
+    folder = _folder(home)
+    found = (Attempt(path) for path in folder.iterdir()) if folder.is_dir() else ()
+    return sorted((attempt for attempt in found if attempt.number), key=lambda attempt: attempt.number)
 
 
 def empty(home: Home, attempt: Path) -> int:

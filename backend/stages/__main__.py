@@ -33,13 +33,14 @@ def main(argv: list[str]) -> int:
     try:
         with AttemptReporter(attempt) as reporter:
             ctx, fingerprint = read_input(attempt, reporter)
-            outputs, checks = execute(stage_named(name), ctx)
-            record_outputs(attempt, fingerprint, outputs, checks)
-    except Stopped:
-        return _fail(attempt, OperatorError(f"stage {name} was stopped", reason="stopped", code=Exit.TERMINATED))
+            stage = stage_named(name)
+            outputs, checks = execute(stage, ctx)
+            record_outputs(attempt, stage, fingerprint, outputs, checks)
     except OperatorError as error:
         return _fail(attempt, error)
-    except Exception as error:
+    except (Stopped, Exception, BaseExceptionGroup) as error:
+        if _is_stop(error):
+            return _fail(attempt, OperatorError(f"stage {name} was stopped", reason="stopped", code=Exit.TERMINATED))
         traceback.print_exc()
         crash = OperatorError(
             f"stage {name} crashed: {type(error).__name__}: {error}",
@@ -74,6 +75,11 @@ def execute(stage: Stage, ctx: StageContext) -> tuple[dict[str, Any], list[Check
 
 def _stop(signum: int, frame: object) -> None:
     raise Stopped
+
+
+def _is_stop(error: BaseException) -> bool:
+    """True also where the signal arrived inside a task of a group, which wraps what its tasks raise."""
+    return isinstance(error, Stopped) or (isinstance(error, BaseExceptionGroup) and error.subgroup(Stopped) is not None)
 
 
 def _fail(attempt: Path, error: OperatorError) -> int:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 
 from backend.config import Config
 from backend.report import Check, Reporter
-from backend.runs.fingerprint import digest
 from backend.runs.layout import Home
 
 Kind = Literal["task", "service"]
@@ -25,17 +24,16 @@ Severity = Literal[0, 1, 2, 3]
 
 @dataclass(frozen=True)
 class Product:
-    """The verified result of a stage. `attempt` is the directory that holds its `outputs.json`."""
+    """The verified result of a stage. `attempt` is the directory that holds its `outputs.json`.
+
+    `identity` is what downstream fingerprints depend on: what came out, not how long it took or where it stands.
+    """
 
     stage: str
     fingerprint: str
     outputs: Mapping[str, Any]
+    identity: Mapping[str, Any]
     attempt: Path
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """What downstream fingerprints depend on: how it was made and what came out."""
-        return {"fingerprint": self.fingerprint, "outputs": digest(dict(self.outputs))}
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,8 @@ class Stage(ABC):
     """Stages whose products this one reads."""
     serves: ClassVar[tuple[str, ...]] = ()
     """Run only while one of these is unfinished; empty = the product itself is wanted."""
+    identity: ClassVar[tuple[str, ...]] = ()
+    """Keys of its outputs that say what was made: made again equal, nothing downstream is made again."""
     mode: ClassVar[str | None] = None
     """Server mode that must be up ("extract", "serve+draft"), "free" = no server of ours, None = either."""
 

@@ -19,7 +19,7 @@ from backend.errors import Exit, OperatorError
 from backend.report import Check
 from backend.stages.base import Severity, Stage, StageContext, StagePlan
 from backend.stages.gate import judge
-from backend.stages.server import ServerRecord, required_server, start_server, stop_server
+from backend.stages.server import ServerRecord, required_server, start_server, stop_server, stopped_after
 
 TRAINED = "trained"
 
@@ -117,8 +117,6 @@ class Bench(Stage):
         draft = Path(str(ctx.product("train").outputs["untrained"])) if baseline == "untrained" else None
         ctx.reporter.note(f"starting the server for baseline {baseline!r}")
         start_server(ctx, attempt, "serve+draft" if draft else "serve", draft)
-        try:
+        with stopped_after(attempt, ctx.reporter):
             judge(replace(ctx, server=attempt), canary=False)
             return self._measure(ctx, attempt, prompts)
-        finally:
-            stop_server(attempt)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from backend.data.merged import SPLITS, MergedRecord, read_split
 from backend.engine.client import AsyncSGLangClient
-from backend.engine.extractor import Extractor
+from backend.engine.extractor import Extraction, Extractor
 from backend.engine.server_log import last_errors
-from backend.errors import OperatorError
+from backend.errors import Exit, OperatorError
 from backend.report import Check, Silent
 from backend.runs.atomic import read_json, write_json
+from backend.runs.fingerprint import digest
 from backend.runs.state import state as state_of
 from backend.stages.base import Severity, Stage, StageContext, StagePlan
 from backend.stages.figures import (
@@ -46,6 +48,7 @@ class Extract(Stage):
     name: ClassVar[str] = "extract"
     severity: ClassVar[Severity] = 1
     needs: ClassVar[tuple[str, ...]] = ("merge",)
+    identity: ClassVar[tuple[str, ...]] = ("identity", "records", "tokens")
     mode: ClassVar[str] = "extract"
 
     def material(self, ctx: StageContext) -> dict[str, Any]:
@@ -54,9 +57,8 @@ class Extract(Stage):
             "target": target_identity(ctx),
             "layers": list(layers_of(ctx)),
             "scheme": ctx.config.store.scheme,
-            "dtype": ctx.config.server.dtype,
             "engine": engine_version(),
-            "device": ctx.config.host.device,
+            **numerics(ctx),
         }
 
     def plan(self, ctx: StageContext) -> StagePlan:
@@ -86,25 +88,16 @@ class Extract(Stage):
         """Extract what the store does not hold yet.
 
         Raises:
-            OperatorError: server gone, disk full, foreign store, or records that failed twice; what is stored stays.
+            OperatorError: server gone, disk full, foreign store, stopped, or records that failed twice; what is stored
+                stays.
         """
         server = required_server(ctx)
         launch, identity = ServerRecord.read(server), identity_of(ctx)
         root = store_path(ctx, identity)
-        verdict = read_json(server / VERDICT) or {}
         began = time.monotonic()
         assert ctx.attempt is not None
         write_json(ctx.attempt / OPENED, {"store": str(root)})
-        with open_writer(ctx, root, identity, launch.launch_id, verdict.get("canary_digest")) as writer:
-            extraction = asyncio.run(self._extract(ctx, server, launch, writer))
-            if extraction.failed:
-                record, why = next(iter(extraction.failed.items()))
-                raise OperatorError(
-                    f"{len(extraction.failed)} of {extraction.total} records failed twice, first {record}: {why}",
-                    fix="the others are stored; look at the server's log, then run again",
-                    reason="records_failed",
-                )
-            writer.seal()
+        extraction = until_stopped(self._fill(ctx, server, launch, root, identity))
         with Store.open(root) as store:
             return {
                 "store": str(root),
@@ -116,7 +109,23 @@ class Extract(Stage):
                 "tokens_s": round(extraction.tokens / (time.monotonic() - began), 1),
             }
 
-    async def _extract(self, ctx: StageContext, server: Path, launch: ServerRecord, writer: StoreWriter) -> Any:
+    async def _fill(
+        self, ctx: StageContext, server: Path, launch: ServerRecord, root: Path, identity: StoreIdentity
+    ) -> Extraction:
+        verdict = read_json(server / VERDICT) or {}
+        with open_writer(ctx, root, identity, launch.launch_id, verdict.get("canary_digest")) as writer:
+            extraction = await self._extract(ctx, server, launch, writer)
+            if extraction.failed:
+                record, why = next(iter(extraction.failed.items()))
+                raise OperatorError(
+                    f"{len(extraction.failed)} of {extraction.total} records failed twice, first {record}: {why}",
+                    fix="the others are stored; look at the server's log, then run again",
+                    reason="records_failed",
+                )
+            writer.seal()
+        return extraction
+
+    async def _extract(self, ctx: StageContext, server: Path, launch: ServerRecord, writer: StoreWriter) -> Extraction:
         def server_error() -> OperatorError | None:
             state = state_of(server)
             if state.alive:
@@ -148,6 +157,33 @@ class Extract(Stage):
             short = [rid for rid, tokens in wanted.items() if rid not in store or store.rows(rid) != tokens]
         evidence = f"{len(wanted):,} records wanted, {len(short)} missing or short"
         return [*checks, Check("records", not short, evidence + (f", first {short[0]}" if short else ""))]
+
+
+def until_stopped(work: Coroutine[Any, Any, Extraction]) -> Extraction:
+    """Run `work` in a loop of its own. SIGTERM cancels it where it waits, never in the middle of a write to the store.
+
+    Raises:
+        OperatorError: `stopped`, after every context manager of `work` has closed; or what `work` raises.
+    """
+
+    async def watched() -> Extraction:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return asyncio.run(watched())
+    except asyncio.CancelledError:
+        raise OperatorError(
+            "the extraction was stopped",
+            fix="run again: it goes on after the last record that was stored",
+            reason="stopped",
+            code=Exit.TERMINATED,
+        ) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)  # the loop leaves the default handler behind
 
 
 def open_writer(
@@ -188,7 +224,7 @@ def identity_of(ctx: StageContext) -> StoreIdentity:
     return StoreIdentity(
         target=target["name"],
         revision=f"{target['config']}-{target['weights']}",
-        engine=engine_version(),
+        engine=engine_identity(engine_version(), numerics(ctx)),
         route=ctx.config.capture.route,
         layers=layers_of(ctx),
         post_norm=True,
@@ -209,3 +245,20 @@ def store_path(ctx: StageContext, identity: StoreIdentity) -> Path:
 def engine_version() -> str:
     """Name and version of the engine of this interpreter."""
     return f"sglang {importlib.metadata.version('sglang')}"
+
+
+def numerics(ctx: StageContext) -> dict[str, Any]:
+    """Settings of the extraction server that change the numbers it captures. NCCL's say only how ranks talk."""
+    server = ctx.config.server
+    return {
+        "dtype": server.dtype,
+        "device": ctx.config.host.device,
+        "extra_args": list(server.extra_args),
+        "env": {name: value for name, value in sorted(server.env.items()) if not name.startswith("NCCL_")},
+    }
+
+
+def engine_identity(version: str, settings: Mapping[str, Any]) -> str:
+    """The engine as a store's identity names it: "sglang 0.5.14 cpu bfloat16", "+" and a digest of free settings."""
+    free = {name: settings[name] for name in ("extra_args", "env") if settings[name]}
+    return f"{version} {settings['device']} {settings['dtype'] or 'auto'}" + (f"+{digest(free)[:8]}" if free else "")

@@ -14,9 +14,12 @@ from functools import cache
 from pathlib import Path
 
 from backend.agent import host
+from backend.agent.host import DiskSpace
 from backend.config import TargetConfig as TargetSection
 from backend.data.chat import ChatFormat
 from backend.eagle3.target import TargetConfig, read_target_config
+from backend.engine.layers import default_layers
+from backend.engine.parity import weight_bytes
 from backend.errors import Exit, OperatorError
 from backend.stages.base import StageContext
 from backend.store.format import bytes_per_token
@@ -27,6 +30,8 @@ BYTES_PER_TOKEN_OF_TEXT = 4
 # A checkpoint holds fp32 master weights and two Adam moments; two are kept while a third is written.
 BYTES_PER_PARAMETER = 12
 CHECKPOINTS = 3
+# Files beside the shards: manifests, checkpoints, exports, events, merged data.
+FEW_FILES = 200
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ class Figures:
     q_size: int
 
     def default_layers(self) -> tuple[int, int, int]:
-        """EAGLE-3's capture layers [2, N//2, N-3] as canonical indices."""
-        return (2, self.num_layers // 2, self.num_layers - 3)
+        """EAGLE-3's capture layers for this depth; see backend.engine.layers."""
+        return default_layers(self.num_layers)
 
     def draft_parameters(self, draft_vocab: int) -> int:
         """Trainable parameters of a Llama-type draft (eagle3_training 2b): fc, one layer with 2H-wide q/k/v, head."""
@@ -71,11 +76,6 @@ def target_figures(ctx: StageContext) -> Figures:
         reason="checkpoint_missing",
         code=Exit.PREFLIGHT_FAILED,
     )
-
-
-def weight_bytes(folder: Path) -> int:
-    """Bytes of the weight files that a server will read."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _from_checkpoint(config: TargetConfig, weights: int) -> Figures:
@@ -137,42 +137,46 @@ def _sizes(ctx: StageContext, paths: list[str]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Budget:
-    """Disk that a run will need: bytes, inodes, and the reserve that is never used."""
+    """Disk that a run will need, in bytes and inodes. What is finished already needs none."""
 
     store: int
     checkpoints: int
     data: int
     have: int
     """Bytes of the plan's own store that are on disk already."""
-    reserve: int
     inodes: int
     in_flight: int
     """Bytes that captured requests may hold in the dump folder before the extractor has stored them."""
     tokens: Tokens
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes still to be written, by what they are."""
+        return {"store": max(0, self.store - self.have), "checkpoints": self.checkpoints, "data": self.data}
+
+    @property
     def needed(self) -> int:
         """Bytes still to be written."""
-        return max(0, self.store - self.have) + self.checkpoints + self.data
+        return sum(self.parts.values())
 
     def describe(self) -> str:
         """The sum in words."""
-        parts = f"store {self.store / GB:,.2f} + checkpoints {self.checkpoints / GB:,.2f} + data {self.data / GB:,.2f}"
+        parts = " + ".join(f"{name} {size / GB:,.2f}" for name, size in self.parts.items())
         return f"{parts}; {self.tokens.tokens:,} tokens {self.tokens.source}"
 
 
 def disk_budget(ctx: StageContext, have: int = 0) -> Budget:
-    """What the run will write under `[store] root`, `[train] out` and `[data] out`."""
+    """What the run will write under `[store] root`, `[train] out` and `[data] out`; finished stages write no more."""
     figures, tokens = target_figures(ctx), token_figures(ctx)
     store = tokens.tokens * scheme_bytes(figures, ctx.config.store.scheme)
+    checkpoint = BYTES_PER_PARAMETER * figures.draft_parameters(ctx.config.train.draft_vocab_size)
     shards = int(store / (ctx.config.store.shard_gb * GB)) + 1
     return Budget(
-        store=store,
-        checkpoints=CHECKPOINTS * BYTES_PER_PARAMETER * figures.draft_parameters(ctx.config.train.draft_vocab_size),
-        data=tokens.tokens * 8,
+        store=0 if "extract" in ctx.products else store,
+        checkpoints=0 if "train" in ctx.products else CHECKPOINTS * checkpoint,
+        data=0 if "merge" in ctx.products else tokens.tokens * 8,
         have=have,
-        reserve=reserve_bytes(ctx),
-        inodes=4 * shards + 200,
+        inodes=4 * shards + FEW_FILES,
         in_flight=ctx.config.extract.concurrency * ctx.config.data.max_tokens * scheme_bytes(figures, "float32"),
         tokens=tokens,
     )
@@ -184,10 +188,14 @@ def scheme_bytes(figures: Figures, scheme: str) -> int:
 
 
 def reserve_bytes(ctx: StageContext) -> int:
+    """`reserve_of` the store's file system."""
+    return reserve_of(ctx, host.disk_space(ctx.path(ctx.config.store.root)))
+
+
+def reserve_of(ctx: StageContext, space: DiskSpace) -> int:
     """Free space that is never used: min(2 % of the disk, 50 GB, 10 % of what is free), or `[store] reserve_gb`."""
     if ctx.config.store.reserve_gb is not None:
         return int(ctx.config.store.reserve_gb * GB)
-    space = host.disk_space(ctx.path(ctx.config.store.root))
     return int(min(0.02 * space.total, 50 * GB, 0.10 * space.free))
 
 

@@ -71,9 +71,9 @@ def judge(ctx: StageContext, *, canary: bool) -> Verdict:
     )
     verdict = run_gate(server_process(server), spec, settings, proof, ctx.reporter)
     write_json(server / VERDICT, verdict.as_json())
+    record_segments(server)
     if not verdict.ok or verdict.suspect:
         raise _refusal(verdict)
-    record_segments(server)
     return verdict
 
 

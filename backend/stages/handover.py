@@ -16,7 +16,7 @@ from backend.errors import OperatorError
 from backend.report import Check, Reporter
 from backend.runs.atomic import read_json, write_json
 from backend.runs.layout import Home
-from backend.stages.base import Product, StageContext
+from backend.stages.base import Product, Stage, StageContext
 
 INPUT, MATERIAL, OUTPUTS, FAILURE = "input.json", "material.json", "outputs.json", "failure.json"
 OPENED = "store.json"
@@ -70,12 +70,25 @@ def fingerprint_of(ctx: StageContext) -> str:
     return str(data["fingerprint"])
 
 
-def record_outputs(attempt: Path, fingerprint: str, outputs: Mapping[str, Any], checks: Sequence[Check]) -> None:
+def record_outputs(
+    attempt: Path, stage: Stage, fingerprint: str, outputs: Mapping[str, Any], checks: Sequence[Check]
+) -> None:
     """Keep what an attempt made and the checks it passed; written before the process exits 0."""
-    write_json(
-        attempt / OUTPUTS,
-        {"fingerprint": fingerprint, "outputs": dict(outputs), "checks": [check.as_json() for check in checks]},
-    )
+    record = {
+        "fingerprint": fingerprint,
+        "identity": {key: outputs[key] for key in stage.identity},
+        "outputs": dict(outputs),
+        "checks": [check.as_json() for check in checks],
+    }
+    write_json(attempt / OUTPUTS, record)
+
+
+def read_product(attempt: Path, stage: str) -> Product | None:
+    """What an attempt made; None if it has not come to its end."""
+    record = read_json(attempt / OUTPUTS)
+    if record is None or "fingerprint" not in record:
+        return None
+    return Product(stage, record["fingerprint"], record["outputs"], record["identity"], attempt)
 
 
 def read_failure(attempt: Path) -> OperatorError | None:

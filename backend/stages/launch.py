@@ -12,7 +12,15 @@ from typing import Any, ClassVar
 from backend.report import Check
 from backend.stages.base import Service, Severity, StageContext, StagePlan
 from backend.stages.figures import GB, target_figures
-from backend.stages.server import check_process, facts, layers_of, required_server, show, start_server
+from backend.stages.server import (
+    check_process,
+    facts,
+    layers_of,
+    require_alive,
+    required_server,
+    show,
+    start_server,
+)
 
 
 class LaunchServer(Service):
@@ -40,8 +48,14 @@ class LaunchServer(Service):
         start_server(ctx, attempt, "extract")
 
     def run(self, ctx: StageContext) -> dict[str, Any]:
-        """Where the server is; the proof that it can be believed is the gate's."""
-        return facts(required_server(ctx))
+        """Where the server is; the proof that it can be believed is the gate's.
+
+        Raises:
+            OperatorError: code 7, it has ended already.
+        """
+        server = required_server(ctx)
+        require_alive(server)
+        return facts(server)
 
     def verify(self, ctx: StageContext, outputs: Mapping[str, Any]) -> list[Check]:
         """Our process is alive, detached from whoever started it, with the environment and the command asked for."""

@@ -25,6 +25,7 @@ class Merge(Stage):
 
     name: ClassVar[str] = "merge"
     severity: ClassVar[Severity] = 1
+    identity: ClassVar[tuple[str, ...]] = ("digest",)
 
     def material(self, ctx: StageContext) -> dict[str, Any]:
         """Content of every source file, settings, tokenizer and template."""
@@ -83,11 +84,21 @@ class Merge(Stage):
         }
 
     def verify(self, ctx: StageContext, outputs: Mapping[str, Any]) -> list[Check]:
-        """Counts add up, ids are unique, spans lie within their records."""
+        """Counts add up, ids are unique, spans lie within their records, and enough is held out."""
         folder = Path(outputs["folder"])
         if not folder.is_dir():
             return [Check("merged data", False, f"{folder} is gone")]
-        return verify_merged(folder)
+        return [*verify_merged(folder), _heldout(ctx, int(outputs["splits"]["heldout"]))]
+
+
+def _heldout(ctx: StageContext, there: int) -> Check:
+    """Enough held-out prompts for train's evaluation and bench, which otherwise would fail hours later."""
+    wanted = ctx.config.bench.prompts
+    fix = (
+        f"raise [data] heldout_share ({ctx.config.data.heldout_share}), set on_policy = true for sources that the "
+        "target answered itself (only those are held out), or lower [bench] prompts"
+    )
+    return Check("held-out prompts", there >= wanted, f"{there} held out, [bench] prompts wants {wanted}", fix=fix)
 
 
 def specs(ctx: StageContext) -> list[SourceSpec]:

@@ -15,16 +15,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from backend.agent import host
 from backend.errors import Refused
 from backend.report import Check
 from backend.runs import allow
 from backend.runs.audit import AuditLog
 from backend.runs.deletion import UNDO_WINDOW_S, DeletePlan, apply_delete, plan_delete
 from backend.runs.marker import read_marker
+from backend.runs.target import TRASH_PREFIX
 from backend.stages.base import Severity, Stage, StageContext, StagePlan
+from backend.stages.disk import volumes
 from backend.stages.extract import identity_of, store_path
-from backend.stages.figures import GB, disk_budget, reserve_bytes
+from backend.stages.figures import GB
 from backend.stages.references import stores_in_use
 from backend.store.format import STORE_KIND
 
@@ -41,12 +42,9 @@ class Purge(Stage):
         found = stores(ctx)
         if "merge" not in ctx.products:
             return StagePlan(lines=(f"decided after merge; {len(found)} stores of ours are there now",))
-        try:
-            plans = deletions(ctx)
-        except Refused as refused:
-            return StagePlan(lines=(f"nothing can be deleted: {refused.what}", f"fix: {refused.fix}"))
+        plans, refusals = deletions(ctx)
         return StagePlan(
-            lines=(*(describe(plan) for plan in plans), *kept(ctx)) or ("no older store",),
+            lines=(*(describe(plan) for plan in plans), *refusals, *kept(ctx)) or ("no older store",),
             effects=tuple(f"deletes {plan.path} ({plan.bytes / GB:,.2f} GB)" for plan in plans),
             numbers={"gb": round(sum(plan.bytes for plan in plans) / GB, 3)},
             destructive=tuple({**plan.as_json(), "path": str(plan.path), "phrase": plan.phrase} for plan in plans),
@@ -60,7 +58,7 @@ class Purge(Stage):
         who, moved = f"pipeline {ctx.attempt.parents[3].name}", []
         for item in ctx.consented:
             plan = DeletePlan.from_json(item)
-            used = stores_in_use(ctx.home).get(str(plan.path), [])
+            used = _used(ctx).get(str(plan.path), [])
             trashed = apply_delete(
                 plan, str(item["sha"]), allowed, references=used, audit=audit, who=who, frozen_at=ctx.frozen_at
             )
@@ -85,10 +83,10 @@ def describe(plan: DeletePlan) -> str:
 
 
 def stores(ctx: StageContext) -> list[Path]:
-    """Folders under the store root that carry our marker of a store."""
+    """Folders under the store root that carry our marker of a store; trash carries it too, and is deleted already."""
     root = ctx.path(ctx.config.store.root)
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    return [folder for folder in folders if _is_store(folder)]
+    return [folder for folder in folders if not folder.name.startswith(TRASH_PREFIX) and _is_store(folder)]
 
 
 def _is_store(folder: Path) -> bool:
@@ -101,33 +99,47 @@ def _is_store(folder: Path) -> bool:
         os.close(fd)
 
 
-def deletions(ctx: StageContext) -> list[DeletePlan]:
-    """What would be deleted: ours, of another identity, and not in use.
+def deletions(ctx: StageContext) -> tuple[list[DeletePlan], list[str]]:
+    """What would be deleted (ours, of another identity, and not in use), and a line for each that is refused.
 
-    Raises:
-        Refused: the store root is not on the allow list, or a store cannot be looked at safely.
+    Until merge has told this plan's own identity, its store counts as one of the others.
     """
-    own, used = store_path(ctx, identity_of(ctx)), stores_in_use(ctx.home)
-    root, allowed = ctx.path(ctx.config.store.root), allow.load(ctx.home.allow)
-    return [
-        plan_delete(root, folder.name, allowed, references=(), kind=STORE_KIND)
-        for folder in stores(ctx)
-        if folder != own and str(folder) not in used
-    ]
+    plans: list[DeletePlan] = []
+    refusals: list[str] = []
+    root, used = ctx.path(ctx.config.store.root), _used(ctx)
+    for folder in _others(ctx):
+        if str(folder) in used:
+            continue
+        try:
+            allowed = allow.load(ctx.home.allow)
+            plans.append(plan_delete(root, folder.name, allowed, references=(), kind=STORE_KIND))
+        except Refused as refused:
+            refusals.append(f"cannot be deleted: {folder}: {refused.what}" + (refused.fix and f"; fix: {refused.fix}"))
+    return plans, refusals
+
+
+def _others(ctx: StageContext) -> list[Path]:
+    own = store_path(ctx, identity_of(ctx)) if "merge" in ctx.products else None
+    return [folder for folder in stores(ctx) if folder != own]
+
+
+def _used(ctx: StageContext) -> dict[str, list[str]]:
+    """Stores that other pipelines need; what this one made from other data before, it will not open again."""
+    return stores_in_use(ctx.home, beside=ctx.pipeline)
 
 
 def kept(ctx: StageContext) -> tuple[str, ...]:
     """One line for each older store that an unfinished run keeps from being purged."""
-    own, used = store_path(ctx, identity_of(ctx)), stores_in_use(ctx.home)
+    used = _used(ctx)
     advice = "finish that run, or remove its pipeline's folder"
     return tuple(
         f"kept {folder}: {used[str(folder)][0]} has not finished with it; {advice}"
-        for folder in stores(ctx)
-        if folder != own and str(folder) in used
+        for folder in _others(ctx)
+        if str(folder) in used
     )
 
 
 def fits(ctx: StageContext) -> bool:
-    """True if the new store fits beside the old ones."""
-    free = host.disk_space(ctx.path(ctx.config.store.root)).free
-    return disk_budget(ctx).needed <= free - reserve_bytes(ctx)
+    """True if the new store fits beside the old ones, what is in trash not counted as one of them."""
+    volume = volumes(ctx)[0]
+    return volume.fits(volume.trash)

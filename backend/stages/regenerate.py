@@ -19,18 +19,22 @@ from backend.resolve import load
 from backend.runs.layout import Home
 from backend.stages.base import StageContext
 from backend.stages.gate import judge
-from backend.stages.server import start_server, stop_server
+from backend.stages.server import REGENERATE, start_server, stopped_after
 
 IN_FLIGHT = 32
 
 
 class Narrator(Silent):
-    """Checks and a line every 20 answers, on stderr."""
+    """Checks, warnings, and a line every 20 answers, on stderr."""
 
     def progress(self, done: int, total: int, unit: str, **detail: float | int | str) -> None:
         """Every twentieth step."""
         if unit == "answers" and (done % 20 == 0 or done == total):
             sys.stderr.write(f"{done}/{total} {unit}\n")
+
+    def warning(self, text: str) -> None:
+        """As it is."""
+        sys.stderr.write(f"{text}\n")
 
     def check(self, check: Check) -> None:
         """One line a check."""
@@ -44,16 +48,16 @@ def main(argv: list[str]) -> int:
     server = config.server.model_copy(update={"max_running_requests": IN_FLIGHT})
     config = config.model_copy(update={"server": server})
     home = Home(Path(config.host.home)).create()
-    attempt = Path(tempfile.mkdtemp(prefix="regenerate-", dir=home.path))
+    attempts = home.path / REGENERATE / "attempts"
+    attempts.mkdir(parents=True, mode=0o700, exist_ok=True)
+    attempt = Path(tempfile.mkdtemp(prefix="", dir=attempts))
     ctx = StageContext(config, sys.executable, home, {}, Narrator())
     try:
         record = start_server(ctx, attempt, "regenerate")
-        try:
+        with stopped_after(attempt, ctx.reporter):
             judge(replace(ctx, server=attempt), canary=False)
             chat = ChatFormat.load(ctx.path(config.target.model))
             counts = generate(record.url, chat, ANSWERS, reporter=ctx.reporter)
-        finally:
-            stop_server(attempt)
     except OperatorError as error:
         sys.stderr.write(f"{error}\n")
         return int(error.code)

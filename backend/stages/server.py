@@ -2,7 +2,8 @@
 
 Owns `server.json` in a server's attempt directory: mode, launch id, port, dump folder, and what was true just before
 the launch (port closed, segments in `/dev/shm`). Launch, deploy and bench start through here; stop, train and the
-pilot stop through here. Knows nothing of readiness: that is the gate's.
+pilot stop through here. What a server that died by itself left is cleared by the next start. Knows nothing of
+readiness: that is the gate's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,10 @@ from backend.engine.launch import ServerMode, ServerSpec, argv, engine_defaults,
 from backend.engine.procfs import argv as process_argv
 from backend.engine.procfs import environ, listeners
 from backend.engine.readiness import ServerProcess
-from backend.errors import OperatorError
-from backend.report import Check
-from backend.runs import shm
+from backend.engine.server_log import last_errors
+from backend.errors import Exit, OperatorError, Refused
+from backend.report import Check, Reporter
+from backend.runs import identity, shm
 from backend.runs.atomic import read_json, write_json
 from backend.runs.layout import Home
 from backend.runs.shm import Segment
@@ -39,6 +42,13 @@ SERVER = "server.json"
 VERDICT = "verdict.json"
 SEGMENTS = "segments.json"
 GRACE_S = 30.0
+REGENERATE = "regenerate"
+"""Folder of the home whose `attempts` are servers outside a pipeline."""
+_PLACES = (
+    "pipelines/*/stages/*/attempts/*",
+    "pipelines/*/stages/*/attempts/*/servers/*",
+    f"{REGENERATE}/attempts/*",
+)
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,7 @@ def server_env(ctx: StageContext, spec: ServerSpec) -> dict[str, str]:
 
 
 def start_server(ctx: StageContext, attempt: Path, mode: ServerMode, draft: Path | None = None) -> ServerRecord:
-    """Start a supervised server in a new attempt directory.
+    """Start a supervised server in a new attempt directory, after clearing what ended ones of this home left.
 
     Raises:
         OperatorError: the port is taken, or the GPUs are (`gpu.lock`), naming the holder.
@@ -142,6 +152,7 @@ def start_server(ctx: StageContext, attempt: Path, mode: ServerMode, draft: Path
             fix="let the stop stage end it if it is ours, else end it yourself or set [server] port",
             reason="port_taken",
         )
+    clear_ended(ctx.home)
     record = ServerRecord(
         mode=mode,
         launch_id=launch_id,
@@ -150,7 +161,7 @@ def start_server(ctx: StageContext, attempt: Path, mode: ServerMode, draft: Path
         dump_dir=spec.dump_dir or "",
         draft_path=spec.draft_path or "",
         started_at=time.time(),
-        port_was_closed=True,
+        port_was_closed=not listeners(spec.port),
         shm_before=shm.snapshot(),
     )
     if spec.dump_dir:
@@ -166,7 +177,11 @@ def start_server(ctx: StageContext, attempt: Path, mode: ServerMode, draft: Path
         service=True,
         launch_id=launch_id,
     )
-    start(attempt)
+    try:
+        start(attempt)
+    except Refused:  # the GPUs are taken: nothing was started
+        _clear(attempt)
+        raise
     return record
 
 
@@ -190,21 +205,80 @@ def stop_server(attempt: Path) -> StopReport:
     """Stop a server's whole tree, then clear what its launch left: dump folder and its own `/dev/shm` segments.
 
     Raises:
-        OperatorError: a process cannot be ended (`unkillable`); nothing is cleared then.
+        OperatorError: code 8, a process cannot be ended (`unkillable`) or the port is still open (`port_open`);
+            nothing is cleared then.
     """
     record = ServerRecord.read(attempt)
     report = stop(attempt, grace_s=GRACE_S, port=record.port)
+    if not report.ok:
+        raise _not_gone(record, report)
+    _clear(attempt)
+    return report
+
+
+def _not_gone(record: ServerRecord, report: StopReport) -> OperatorError:
+    if report.left:
+        left = ", ".join(f"pid {seen.pid} (state {seen.state}, waits in {seen.wchan or '?'})" for seen in report.left)
+        what = f"server {record.launch_id} could not be ended: {left}"
+        fix = "a process in uninterruptible sleep (D) needs its device or the host to be reset"
+    else:
+        pids = ", ".join(map(str, report.port_holders)) or "of another user"
+        what = f"server {record.launch_id} is gone, but its port {record.port} is open still: held by pid {pids}"
+        fix = "end that process yourself, it is none of ours, or set [server] port to a free one"
+    return OperatorError(what, fix=fix, reason=report.reason, code=Exit.NEEDS_HUMAN)
+
+
+@contextmanager
+def stopped_after(attempt: Path, reporter: Reporter) -> Iterator[None]:
+    """Stop a server after the block. An error of the block stays the error: a stop that fails too is a warning then."""
+    try:
+        yield
+    except BaseException:
+        try:
+            stop_server(attempt)
+        except OperatorError as error:
+            reporter.warning(str(error))
+        raise
+    stop_server(attempt)
+
+
+def clear_ended(home: Home) -> None:
+    """Clear what the ended servers of this home left."""
+    for attempt in _servers(home):
+        clear_leftovers(attempt)
+
+
+def clear_leftovers(attempt: Path) -> None:
+    """Clear what an ended server left, once: a second call, or one for a server that lives, changes nothing."""
+    record = ServerRecord.read(attempt)
+    if not (record.dump_dir and Path(record.dump_dir).is_dir()) and not recorded_segments(attempt):
+        return
+    now = state_of(attempt)
+    if now.ended and not now.job_alive and not identity.tagged(now.run_id):
+        _clear(attempt)
+
+
+def _clear(attempt: Path) -> None:
+    record, segments = ServerRecord.read(attempt), recorded_segments(attempt)
     if record.dump_dir:
         _clear_dump(Path(record.dump_dir))
-    recorded = (read_json(attempt / SEGMENTS) or {"new": []})["new"]
-    shm.scrub(Segment.from_json(item) for item in recorded)
-    return report
+    if segments:
+        report = shm.scrub(segments)
+        # Asked once, right after the end: what others use then is theirs, and stays theirs when they let go of it.
+        removed = [segment.as_json() for segment in report.removed]
+        kept = [{**segment.as_json(), "why": why} for segment, why in report.kept]
+        write_json(attempt / SEGMENTS, {"new": [], "removed": removed, "kept": kept})
 
 
 def record_segments(attempt: Path) -> None:
     """Note which `/dev/shm` segments of ours appeared since the launch: the only ones that `stop_server` may remove."""
     record = ServerRecord.read(attempt)
     write_json(attempt / SEGMENTS, {"new": [segment.as_json() for segment in shm.new_since(record.shm_before)]})
+
+
+def recorded_segments(attempt: Path) -> list[Segment]:
+    """The segments that `record_segments` noted and nobody cleared yet."""
+    return [Segment.from_json(item) for item in (read_json(attempt / SEGMENTS) or {"new": []})["new"]]
 
 
 def required_server(ctx: StageContext) -> Path:
@@ -222,14 +296,34 @@ def required_server(ctx: StageContext) -> Path:
     return ctx.server
 
 
+def require_alive(attempt: Path) -> None:
+    """The server's process lives.
+
+    Raises:
+        OperatorError: code 7, it has ended; the message has the last errors of its log.
+    """
+    now = state_of(attempt)
+    if now.alive and now.job is not None and now.job.alive():
+        return
+    record_segments(attempt)
+    state = "its process is gone" if now.alive else now.describe()
+    said = " | ".join(last_errors(attempt / "log")) or "(the log is empty)"
+    raise OperatorError(
+        f"the server did not stay up: {state}; its log ends with: {said}",
+        fix=f"read {attempt / 'log'}, change what it names, launch again",
+        reason="server_ended",
+        code=Exit.NEVER_READY,
+    )
+
+
 def check_process(attempt: Path) -> list[Check]:
-    """Alive, in a session of its own, started with the command and the environment that were asked for."""
+    """Alive, in a session of its own, started with the command and the environment that were asked for.
+
+    Raises:
+        OperatorError: code 7, it has ended.
+    """
+    require_alive(attempt)
     spec, proc = read_json(attempt / "spec.json") or {}, read_json(attempt / "proc.json") or {}
-    state = state_of(attempt)
-    if not state.alive:
-        return [
-            Check("server process", False, f"ended: {state.describe()}", fix=f"the end of {attempt / 'log'} says why")
-        ]
     pid = int(proc["job"]["pid"])
     seen = environ(pid) or {}
     wrong = sorted(name for name, value in spec["env"].items() if seen.get(name) != value)
@@ -242,12 +336,19 @@ def check_process(attempt: Path) -> list[Check]:
     ]
 
 
+def _servers(home: Home) -> Iterator[Path]:
+    """Attempt directories of all servers that this home ever started, those nested in a bench included."""
+    for place in _PLACES:
+        for found in sorted(home.path.glob(f"{place}/{SERVER}")):
+            yield found.parent
+
+
 def live_servers(home: Home) -> Iterator[Path]:
-    """Attempt directories of servers of this home that run now, those nested in a bench included."""
-    for pattern in ("*/stages/*/attempts/*/server.json", "*/stages/*/attempts/*/servers/*/server.json"):
-        for found in sorted((home.path / "pipelines").glob(pattern)):
-            if state_of(found.parent).alive:
-                yield found.parent
+    """Attempt directories of servers of this home that run now, be it without their supervisor."""
+    for attempt in _servers(home):
+        now = state_of(attempt)
+        if now.alive or now.job_alive:
+            yield attempt
 
 
 def owner_of(home: Home, pid: int) -> Path | None:
@@ -264,7 +365,7 @@ def _clear_dump(folder: Path) -> None:
     if not folder.is_dir():
         return
     for entry in folder.iterdir():
-        entry.unlink()
+        entry.unlink(missing_ok=True)
     folder.rmdir()
     with contextlib.suppress(OSError):
         folder.parent.rmdir()  # made by us too, unless another launch still dumps there

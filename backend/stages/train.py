@@ -38,6 +38,7 @@ class Train(Stage):
     name: ClassVar[str] = "train"
     severity: ClassVar[Severity] = 1
     needs: ClassVar[tuple[str, ...]] = ("merge", "extract")
+    identity: ClassVar[tuple[str, ...]] = ("draft_sha",)
     mode: ClassVar[str] = "free"
 
     def material(self, ctx: StageContext) -> dict[str, Any]:

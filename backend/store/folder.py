@@ -21,6 +21,7 @@ from backend.runs.marker import MARKER
 from backend.store.format import JOURNAL, LOCK, MANIFEST, QUARANTINE, SHARD, Entry, Manifest, Seal, SealedShard
 
 MODE = 0o644
+MEND = "run extract again: it repairs the store and fills in what is missing"
 _CHUNK = 16 << 20
 _OURS = {MARKER, MANIFEST, JOURNAL, LOCK, guard_of(Path(LOCK)).name, QUARANTINE}
 
@@ -93,8 +94,7 @@ def shard_files(root: Path) -> dict[int, ShardFile]:
 
 def damaged(root: Path, what: str) -> OperatorError:
     """The error of a store that no kill can have left like this."""
-    fix = f"eagle3-console store repair {root} (keeps every whole record, puts the rest into quarantine)"
-    return OperatorError(f"{root}: {what}", fix=fix, reason="store_damaged")
+    return OperatorError(f"{root}: {what}", fix=MEND, reason="store_damaged")
 
 
 def foreign_files(root: Path) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from backend.report import Check, Reporter
 from backend.runs.locks import is_held
 from backend.store.folder import (
+    MEND,
     Journal,
     ShardFile,
     foreign_files,
@@ -127,8 +128,7 @@ def verify(root: Path, *, full: bool, reporter: Reporter) -> StoreReport:
         OperatorError: `root` is no store, or its manifest is not readable.
     """
     report = _Verification(root, read_manifest(root), full, reporter).run()
-    fix = "" if report.ok else f"eagle3-console store repair {root}, then run extract again"
-    reporter.check(Check("store", report.ok, report.describe(), report.as_json(), fix))
+    reporter.check(Check("store", report.ok, report.describe(), report.as_json(), "" if report.ok else MEND))
     return report
 
 

@@ -73,14 +73,13 @@ async def _execute(
     """Start the plan and follow it."""
     from backend.runs.layout import new_ulid
 
-    pipeline = new_ulid()
-    order = {"pipeline_id": pipeline, "plan": plan, "consent": agreed.as_json(), "operator": session.operator()}
+    order = {"pipeline_id": new_ulid(), "plan": plan, "consent": agreed.as_json(), "operator": session.operator()}
     with interrupts(left) as taken:
         async with session.connect(where) as client:
             try:
                 accepted = await taken.race(client.call("start", order))
-            except Interrupted as interrupt:  # the order is with the host, which carries it out
-                auto.detached(view, pipeline, interrupt.code)
+            except Interrupted as interrupt:  # the host carries the order out, perhaps by resuming another pipeline
+                auto.detached(view, None, interrupt.code)
                 return interrupt.code
             pipeline = str(accepted["id"])
             view.own("accepted", accepted, _accepted(accepted))

@@ -97,6 +97,29 @@ def test_a_changed_setting_redoes_what_depends_on_it_and_explain_names_it(
         site.config.write_text(text)
 
 
+def test_a_result_that_was_damaged_meanwhile_is_made_again(
+    finished: tuple[Site, subprocess.CompletedProcess[str]],
+) -> None:
+    site, _ = finished
+    draft = Path(site.outputs("train")["draft"]) / "model.safetensors"
+    whole = draft.read_bytes()
+    draft.write_bytes(whole[:-1])
+    try:
+        explained = site.run("explain", "train")
+        assert "an earlier result no longer verifies" in explained.stdout
+    finally:
+        draft.write_bytes(whole)
+    shard = next(Path(site.outputs("extract")["store"]).glob("shard-*"))
+    hidden = shard.with_name(shard.name + ".away")
+    shard.rename(hidden)
+    try:
+        plan = json.loads(site.run("plan", "--output", "json").stdout)
+        actions = {stage["name"]: stage for stage in plan["stages"]}
+        assert actions["extract"]["action"] == "run" and "no longer verifies" in actions["extract"]["why"]
+    finally:
+        hidden.rename(shard)
+
+
 def test_changed_data_makes_the_old_store_a_candidate_for_purge_and_consent_binds_to_its_content(
     finished: tuple[Site, subprocess.CompletedProcess[str]],
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,11 @@ import pytest
 from backend.agent.protocol import PROTOCOL, Request, encode, pack
 from backend.errors import Exit
 from backend.runs import lease
-from backend.runs.layout import new_ulid
+from backend.runs.layout import Attempt, new_ulid
+from backend.runs.spec import write_spec
+from backend.runs.state import state
+from backend.runs.stop import stop
+from backend.runs.supervisor import start
 from tests.integration.cli_site import STAGES, Site
 
 pytestmark = pytest.mark.slow
@@ -140,6 +145,46 @@ def test_a_stop_by_an_operator_with_an_old_picture_stops_nothing(site: Site) -> 
     code, answer = ask(site, "stop", {**stop, "expect": [{"stage": "pilot", "attempt": 1, "state": "running"}]})
     assert [(part["stage"], part["state"]) for part in answer["stopped"]] == [("pilot", "cancelled")]
     assert lease.current(site.home.operator) is None, "a stopped pipeline holds no control"
+
+
+@pytest.fixture
+def orphans(site: Site) -> Iterator[dict[str, Attempt]]:
+    """A task (extract) and a service without its proof (launch) of a pipeline whose pilot was killed."""
+    pipeline = new_ulid()
+    wish = order(site, pipeline)
+    wish["plan"]["stages"] = [*STAGES, {"name": "launch", "kind": "service"}]
+    ask(site, "start", wish)
+    job = site.pilot().job
+    assert job is not None
+    os.kill(job.pid, signal.SIGKILL)
+    made = {name: site.home.pipeline(pipeline).new_attempt(name) for name in ("extract", "launch")}
+    for attempt in made.values():
+        write_spec(attempt.path, argv=["sleep", "1000"], grace_s=0.5)
+        start(attempt.path)
+    ask_end = {"home": str(site.home.path), "pipeline": pipeline}
+    agent(site, "watch").communicate(json.dumps(ask_end).encode(), timeout=60)
+    yield made
+    for attempt in made.values():
+        stop(attempt.path, 0.5)
+
+
+def test_no_pipeline_starts_beside_a_task_that_outlived_its_pilot(site: Site, orphans: dict[str, Attempt]) -> None:
+    """A killed pilot and a changed config: two pipelines would fight over one server."""
+    other = site.home.pipelines()[0].id
+    code, answer = ask(site, "start", order(site, new_ulid(), key="another"))
+    assert (code, answer["reason"]) == (Exit.CONTROL_HELD, "stage_running")
+    assert f"stage extract of pipeline {other} of ann" in answer["what"]
+    assert f"eagle3-console stop --pipeline {other}" in answer["fix"]
+    ask(site, "stop", {"home": str(site.home.path), "pipeline": other, "operator": {"who": "ann", "host": "laptop"}})
+    assert state(orphans["extract"].path).state == "cancelled"
+    assert state(orphans["launch"].path).alive, "a stop without --services leaves the server, proven or not"
+    assert ask(site, "start", order(site, new_ulid(), key="another"))[0] == 0, "a service stands in nobody's way"
+
+
+def test_the_same_plan_takes_over_what_outlived_its_pilot(site: Site, orphans: dict[str, Attempt]) -> None:
+    code, answer = ask(site, "start", order(site, new_ulid()))
+    assert (code, answer["how"], answer["id"]) == (0, "resumed", site.home.pipelines()[0].id)
+    assert state(orphans["extract"].path).alive
 
 
 def test_names_with_any_bytes_reach_the_plan_unchanged(site: Site) -> None:

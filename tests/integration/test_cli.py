@@ -193,7 +193,9 @@ def test_a_killed_pilot_does_not_hold_control_for_another_minute(site: Site) -> 
     job = site.pilot().job
     assert job is not None
     os.kill(job.pid, signal.SIGKILL)
-    assert site.run("attach").returncode == Exit.STAGE_FAILED
+    attached = site.run("attach")
+    assert attached.returncode == Exit.NEEDS_HUMAN, "the work needs somebody who starts again"
+    assert "the pilot was killed (signal 9); the running stage goes on" in attached.stderr
     site.scenario()
     assert site.run("--auto", "--yes", "--only", "extract").returncode == 0
 
@@ -268,15 +270,19 @@ def hand_made(site: Site, script: str) -> Attempt:
 
 
 @pytest.mark.parametrize(
-    ("script", "code"),
-    [("exit 7", 7), ("exit 0", 0), ("exit 42", Exit.STAGE_FAILED), ("kill -9 $$", Exit.STAGE_FAILED)],
+    ("script", "code", "words"),
+    [
+        ("exit 7", 7, ("the pilot ended with code 7", "logs pilot")),
+        ("exit 0", 0, ()),
+        ("exit 42", Exit.STAGE_FAILED, ("the pilot ended with code 42", "logs pilot")),
+        ("kill -9 $$", Exit.NEEDS_HUMAN, ("the pilot was killed", "start again to take it over")),
+    ],
 )
-def test_attach_returns_what_the_exit_record_proves(site: Site, script: str, code: int) -> None:
+def test_attach_returns_what_the_exit_record_proves(site: Site, script: str, code: int, words: tuple[str, ...]) -> None:
     hand_made(site, script)
     attached = site.run("attach")
     assert attached.returncode == code
-    if code:
-        assert "the pilot ended with code" in attached.stderr and "logs pilot" in attached.stderr
+    assert all(word in attached.stderr for word in words)
 
 
 def test_an_interpreter_that_cannot_be_executed_is_named(site: Site) -> None:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from backend.errors import Refused, UsageError
+from backend.errors import OperatorError, Refused, UsageError
 from backend.pilot.consent import Consent
 from backend.pilot.decide import Selection, decide
+from backend.pilot.drive import Pilot
 from backend.pilot.explain import explain
 from backend.pilot.history import History
-from backend.pilot.plan import make_plan
-from backend.report import Silent
+from backend.pilot.plan import _same_wish, make_plan
+from backend.report import Check, Silent
 from backend.resolve import load
+from backend.runs.atomic import write_json
 from backend.runs.layout import Home
-from backend.stages.base import StageContext, StagePlan
+from backend.runs.spec import write_spec
+from backend.runs.state import state
+from backend.runs.supervisor import start
+from backend.stages.base import Product, StageContext, StagePlan
+from backend.stages.handover import read_product, record_outputs
+from backend.stages.merge import Merge
 from backend.stages.registry import stage_named, stage_names
 
 SHA = "0123456789abcdef"
@@ -112,3 +122,58 @@ def test_explain_says_why_and_knows_every_stage(ctx: StageContext) -> None:
     assert explain(ctx, Selection(), "extract")["why"] == "merge must run first"
     with pytest.raises(UsageError, match="there is no stage 'extrakt'"):
         explain(ctx, Selection(), "extrakt")
+
+
+def pilot(ctx: StageContext, destructive: tuple[dict[str, object], ...]) -> Pilot:
+    pipeline = ctx.home.pipeline("01TEST").create()
+    plan = {"name": "x", "selection": {}, "consent": {"yes": True, "allow": []}, "python": "python", "created": 1.0}
+    config = ctx.config.model_dump(mode="json")
+    write_json(pipeline.plan, {**plan, "config": config, "destructive": list(destructive)})
+    return Pilot(pipeline)
+
+
+def test_only_what_was_on_the_operators_screen_is_deleted(ctx: StageContext) -> None:
+    shown = {"sha": SHA, "path": "/stores/old", "time": 7.0}
+    found_now = {"sha": SHA, "path": "/stores/old", "time": 99.0}
+    assert pilot(ctx, (shown,))._as_shown(StagePlan(destructive=(found_now,))) == (shown,)
+
+
+def test_a_deletion_that_was_never_shown_is_refused(ctx: StageContext) -> None:
+    with pytest.raises(Refused, match="was not part of the plan that was agreed to") as error:
+        pilot(ctx, ())._as_shown(StagePlan(destructive=({"sha": SHA, "path": "/stores/old"},)))
+    assert "plan purge" in error.value.fix
+
+
+def test_an_unfinished_pipeline_of_the_same_wish_is_resumed_even_if_every_stage_is_done(ctx: StageContext) -> None:
+    key = make_plan(ctx, "x", Selection())["key"]
+    pipeline = ctx.home.pipeline("01TEST").create()
+    write_json(pipeline.plan, {"key": key})
+    assert _same_wish(ctx.home, key) == pipeline.path
+    assert _same_wish(ctx.home, "another") is None
+
+
+def test_a_result_that_cannot_even_be_checked_is_made_again(ctx: StageContext) -> None:
+    class Broken(Merge):
+        def verify(self, ctx: StageContext, outputs: Mapping[str, Any]) -> list[Check]:
+            raise OperatorError("report.json is gone", reason="not_merged")
+
+    attempt = ctx.home.pipeline("01TEST").create().new_attempt("merge", 2)
+    write_spec(attempt.path, argv=["true"])
+    start(attempt.path)
+    while state(attempt.path).alive:
+        os.sched_yield()
+    record_outputs(attempt.path, Broken(), "f" * 64, {"digest": "d"}, [])
+    product, doubt = History(ctx.home).verified(Broken(), ctx, "f" * 64)
+    assert product is None
+    assert doubt == "an earlier result no longer verifies: report.json is gone"
+
+
+def test_a_product_made_again_equal_keeps_what_was_made_from_it(ctx: StageContext, tmp_path: Path) -> None:
+    def merged(seconds: float) -> Product:
+        outputs = {"digest": "d", "folder": "anywhere", "seconds": seconds}
+        record_outputs(tmp_path, Merge(), "f", outputs, [])
+        product = read_product(tmp_path, "merge")
+        assert product is not None
+        return product
+
+    assert merged(1.0).identity == merged(99.0).identity == {"digest": "d"}

@@ -104,6 +104,6 @@ def test_a_disk_that_cannot_hold_the_store_is_refused_with_the_sum(tmp_path: Pat
 
 def test_merged_tokens_replace_the_configs_expectation(tmp_path: Path) -> None:
     ctx = context(tmp_path)
-    merged = Product("merge", "f", {"records": 3, "tokens": 1000}, tmp_path)
+    merged = Product("merge", "f", {"records": 3, "tokens": 1000}, {}, tmp_path)
     counted = token_figures(replace(ctx, products={"merge": merged}))
     assert (counted.records, counted.tokens, counted.source) == (3, 1000, "counted by merge")
