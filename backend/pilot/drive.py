@@ -38,7 +38,7 @@ from backend.runs.trash import ensure_job
 from backend.stages.base import Product, Service, Stage, StageContext, StagePlan
 from backend.stages.handover import OUTPUTS, read_failure, read_product, write_input
 from backend.stages.registry import STAGES, stage_named, stage_names
-from backend.stages.server import SERVER, stop_server
+from backend.stages.server import SERVER, clear_leftovers, stop_server
 
 ORDER_VARIABLE, LEASE_VARIABLE = "EAGLE3_ORDER", "EAGLE3_LEASE"
 _WORK_GOES_ON = (Exit.TIMEOUT, Exit.INTERRUPTED, Exit.TERMINATED)
@@ -260,8 +260,15 @@ class Pilot:
         data = {"state": state.state, "seconds": seconds, **error.as_json()}
         self.log.emit("stage_ended", data, stage=stage.name, att=attempt.number)
         if stage.name == "gate" or isinstance(stage, Service):
-            self._stop_service("launch" if stage.name == "gate" else stage.name, "it could not be proven")
+            self._stop_unproven("launch" if stage.name == "gate" else stage.name)
         raise error
+
+    def _stop_unproven(self, name: str) -> None:
+        """Stop a server that failed its proof; that it cannot be stopped must not hide why it failed."""
+        try:
+            self._stop_service(name, "it could not be proven")
+        except OperatorError as error:
+            self.log.emit("warning", {"text": str(error)}, stage=name)
 
     def _ready(self, stage: Stage, verdict: dict[str, Any], proof: Attempt) -> None:
         """Tell that a server can be used, with the verdict in short, in the name of the service itself."""
@@ -289,7 +296,11 @@ class Pilot:
 
     def _stop_service(self, name: str, why: str) -> None:
         current = self.pipeline.current(name)
-        if current is None or not state_of(current.path).alive:
+        if current is None or not (current.path / SERVER).exists():
+            return
+        state = state_of(current.path)
+        if not (state.alive or state.job_alive):
+            clear_leftovers(current.path)  # it ended by itself: what it left must not weigh on the next stage
             return
         report = stop_server(current.path)
         self.log.emit("service_stopped", {"why": why, "report": report.as_json()}, stage=name, att=current.number)
