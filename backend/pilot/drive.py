@@ -73,6 +73,7 @@ class Pilot:
         )
         self.history = History(home)
         self.results: dict[str, dict[str, Any]] = {}
+        self.found: dict[str, Product] = {}
 
     def run(self) -> int:
         """Drive to the end; returns the exit code that `--auto` shall have."""
@@ -141,6 +142,7 @@ class Pilot:
 
     def _decide(self, stage: Stage) -> Decision:
         decisions = decide(replace(self.ctx, products={}), self.selection, self.history)
+        self.found = {decision.stage: decision.product for decision in decisions if decision.product is not None}
         return next(decision for decision in decisions if decision.stage == stage.name)
 
     def _run(self, stage: Stage, order: int, decision: Decision) -> None:
@@ -283,11 +285,15 @@ class Pilot:
         self.results[name] = {"state": how, "seconds": seconds, "outputs": product.outputs}
 
     def _context(self, stage: Stage) -> StageContext:
-        """The context for one stage: what is made so far, and the server it works with."""
+        """The context for one stage: what is made already (by later stages too: budgets ask), and its server."""
         serving = {"extract": "launch", "serve+draft": "deploy"}.get(stage.mode or "extract")
         current = self.pipeline.current(serving) if serving else None
         alive = current is not None and state_of(current.path).alive
-        return replace(self.ctx, server=current.path if current is not None and alive else None)
+        return replace(
+            self.ctx,
+            products={**self.found, **self.ctx.products},
+            server=current.path if current is not None and alive else None,
+        )
 
     def _free(self) -> None:
         """Stop our own servers before a stage that needs the GPUs."""

@@ -18,7 +18,8 @@ from backend.runs.atomic import read_json
 from backend.runs.fingerprint import digest
 from backend.runs.layout import Home
 from backend.stages.base import Stage, StageContext, StagePlan
-from backend.stages.figures import GB, disk_budget
+from backend.stages.disk import budget
+from backend.stages.figures import GB
 from backend.stages.registry import STAGES
 
 
@@ -109,12 +110,12 @@ def _switches(running: list[str], ctx: StageContext) -> list[dict[str, Any]]:
 def _totals(running: list[dict[str, Any]], ctx: StageContext) -> dict[str, Any]:
     if not running:
         return {}
-    budget = disk_budget(ctx)
+    needed = budget(ctx)
     return {
-        "tokens": budget.tokens.tokens,
-        "tokens_source": budget.tokens.source,
-        "disk_gb": round(budget.needed / GB, 2),
-        "disk": budget.describe(),
+        "tokens": needed.tokens.tokens,
+        "tokens_source": needed.tokens.source,
+        "disk_gb": round(needed.needed / GB, 2),
+        "disk": needed.describe(),
         "hours": round(sum(float(entry["numbers"].get("hours", 0)) for entry in running), 2),
         "gpu_hours": round(sum(float(entry["numbers"].get("gpu_hours", 0)) for entry in running), 1),
     }

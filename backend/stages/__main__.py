@@ -23,7 +23,11 @@ from backend.stages.registry import stage_named
 
 
 class Stopped(BaseException):
-    """SIGTERM arrived: unwind, so that writers close what they hold. Not an Exception: nothing may swallow it."""
+    """SIGTERM arrived: unwind, so that writers close what they hold. Not an Exception: nothing may swallow it.
+
+    An event loop would: raised between two of its steps, it is logged and the step is lost. A stage that runs one takes
+    the signal itself (extract), and so does one that must not be cut in mid-write (train).
+    """
 
 
 def main(argv: list[str]) -> int:
@@ -36,11 +40,11 @@ def main(argv: list[str]) -> int:
             stage = stage_named(name)
             outputs, checks = execute(stage, ctx)
             record_outputs(attempt, stage, fingerprint, outputs, checks)
+    except Stopped:
+        return _fail(attempt, OperatorError(f"stage {name} was stopped", reason="stopped", code=Exit.TERMINATED))
     except OperatorError as error:
         return _fail(attempt, error)
-    except (Stopped, Exception, BaseExceptionGroup) as error:
-        if _is_stop(error):
-            return _fail(attempt, OperatorError(f"stage {name} was stopped", reason="stopped", code=Exit.TERMINATED))
+    except Exception as error:
         traceback.print_exc()
         crash = OperatorError(
             f"stage {name} crashed: {type(error).__name__}: {error}",
@@ -75,11 +79,6 @@ def execute(stage: Stage, ctx: StageContext) -> tuple[dict[str, Any], list[Check
 
 def _stop(signum: int, frame: object) -> None:
     raise Stopped
-
-
-def _is_stop(error: BaseException) -> bool:
-    """True also where the signal arrived inside a task of a group, which wraps what its tasks raise."""
-    return isinstance(error, Stopped) or (isinstance(error, BaseExceptionGroup) and error.subgroup(Stopped) is not None)
 
 
 def _fail(attempt: Path, error: OperatorError) -> int:

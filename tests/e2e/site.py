@@ -209,13 +209,13 @@ class Site:
             for attempt in (pipeline.path / "pilot" / "attempts").glob("*"):
                 if state(attempt).alive:
                     stop(attempt)
-            for purge in pipeline.attempts("purge"):
-                if state(purge.path / "trash").alive:
-                    stop(purge.path / "trash")
             for name in ("preflight", "merge", "purge", "patch", "stop", "gate", "extract", "train", "bench"):
                 for attempt in pipeline.attempts(name):
                     if state(attempt.path).alive or state(attempt.path).job_alive:
                         stop(attempt.path)
+        for job in (self.home.path / "trash" / "attempts").glob("*"):
+            if state(job).alive:
+                stop(job)
         for server in list(live_servers(self.home)):
             stop_server(server)
 

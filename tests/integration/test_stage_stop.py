@@ -1,6 +1,6 @@
-"""SIGTERM to a stage's process: it ends as "stopped", and an extraction's store is whole and unlocked.
+"""SIGTERM to an extraction: it ends as "stopped", and its store is whole and unlocked.
 
-Real processes; the server is a loopback socket that takes every request and never answers."""
+A real process; the server is a loopback socket that takes every request and never answers."""
 
 from __future__ import annotations
 
@@ -60,26 +60,6 @@ except OperatorError as error:
     sys.exit(int(error.code))
 """
 
-IN_A_GROUP = """
-import asyncio, sys
-from backend.stages import __main__ as process
-from backend.stages.preflight import Preflight
-
-class Waits(Preflight):
-    def run(self, ctx):
-        async def busy():
-            print("busy", flush=True)
-            while True:
-                await asyncio.sleep(0)
-        async def grouped():
-            async with asyncio.TaskGroup() as group:
-                group.create_task(busy())
-        asyncio.run(grouped())
-
-process.stage_named = lambda name: Waits()
-sys.exit(process.main(["preflight", sys.argv[1]]))
-"""
-
 
 def stopped(script: str, argument: Path, ready: str) -> tuple[int, str]:
     """Run the script until it says that it is `ready`, send SIGTERM, and return its code and what else it said."""
@@ -111,18 +91,3 @@ def test_a_stopped_extraction_closes_its_store_and_says_that_it_was_stopped(tmp_
         for one in map(sample, (1, 2, 3)):
             one.append_to(writer)
     assert content(root)
-
-
-def test_a_stop_inside_a_group_of_tasks_is_no_crash(tmp_path: Path) -> None:
-    from backend.resolve import load
-    from backend.runs.layout import Home
-    from backend.stages.base import StageContext
-    from backend.stages.handover import write_input
-
-    config = load(profile="demo", environ={"HOME": str(tmp_path)}, cwd=tmp_path).config
-    attempt = tmp_path / "attempt"
-    attempt.mkdir()
-    write_input(attempt, StageContext(config, sys.executable, Home(tmp_path / "state").create(), {}, Silent()), "f", {})
-    code, said = stopped(IN_A_GROUP, attempt, "busy")
-    assert code == Exit.TERMINATED, said
-    assert json.loads((attempt / "failure.json").read_text())["reason"] == "stopped"

@@ -16,7 +16,7 @@ import pytest
 from backend.agent import host
 from backend.agent.host import DiskSpace
 from backend.config import Config
-from backend.report import Silent
+from backend.report import Check, Silent
 from backend.resolve import load
 from backend.runs import allow
 from backend.runs.allow import add_root
@@ -29,6 +29,7 @@ from backend.stages.base import Product, StageContext
 from backend.stages.disk import own_bytes, volumes
 from backend.stages.extract import engine_identity, identity_of, numerics, store_path
 from backend.stages.figures import GB
+from backend.stages.merge import Merge
 from backend.stages.purge import Purge, stores
 from backend.stages.references import stores_in_use
 from tests.sglang_models import tiny_llama
@@ -84,8 +85,10 @@ def test_a_disk_full_of_older_stores_is_left_to_the_purge_stage_with_the_flag_it
     (item,) = plan.destructive
     assert item["path"] == str(old) and not plan.optional, "the run cannot go on without it: it must ask"
     assert check.ok is None and f"--allow purge={item['sha']}" in check.evidence
-    unmerged = preflight.check_disk(replace(ctx, products={}))[0]
-    assert unmerged.ok is not True and "--allow purge=" not in unmerged.evidence
+    unmerged = replace(ctx, products={})
+    disk(volumes(unmerged)[0].needed - 4096)
+    check = preflight.check_disk(unmerged)[0]
+    assert check.ok is None and "after merge" in check.evidence and "--allow" not in check.evidence
 
 
 def test_a_disk_that_no_purge_makes_large_enough_fails_with_what_stands_in_the_way(
@@ -212,6 +215,28 @@ def test_server_settings_that_change_numbers_change_the_stores_identity(ctx: Sta
         engine(env={"SGLANG_X": "2"}),
     }
     assert len(changed) == 3 and all(name.startswith("sglang 0.5.14 cpu auto+") for name in changed)
+
+
+def test_a_merge_that_holds_out_too_little_fails_there_and_not_hours_later_in_bench(ctx: StageContext) -> None:
+    source = ctx.path("own.jsonl")
+    talks = [[{"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": f"a {i}"}] for i in range(20)]
+    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    config = ctx.config.model_dump()
+    config["target"]["trust_remote_code"] = False
+    config["data"] |= {"sources": [{"name": "own", "paths": [str(source)], "on_policy": True}], "heldout_share": 0.5}
+    attempt = ctx.home.pipeline("P1").create().new_attempt("merge", 2).path
+    (attempt / "input.json").write_text(json.dumps({"fingerprint": "f" * 12}))
+    ctx = replace(ctx, config=Config.model_validate(config), products={}, attempt=attempt)
+    outputs = Merge().run(ctx)
+    there = outputs["splits"]["heldout"]
+    assert 0 < there < 20
+
+    def verdict(prompts: int) -> Check:
+        wanted = config | {"bench": config["bench"] | {"prompts": prompts}}
+        return Merge().verify(replace(ctx, config=Config.model_validate(wanted)), outputs)[-1]
+
+    assert verdict(there).ok is True and verdict(there + 1).ok is False
+    assert all(word in verdict(there + 1).fix for word in ("heldout_share", "on_policy", "[bench] prompts"))
 
 
 def test_the_reserve_counts_on_every_file_system(ctx: StageContext, disk: Disk) -> None:
