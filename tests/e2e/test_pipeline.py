@@ -89,7 +89,7 @@ def test_a_changed_setting_redoes_what_depends_on_it_and_explain_names_it(
     try:
         plan = json.loads(site.run("plan", "--output", "json").stdout)
         actions = {stage["name"]: stage["action"] for stage in plan["stages"]}
-        assert [name for name in STAGES if actions[name] == "run"] == ["preflight", "train", "deploy", "bench"]
+        assert [name for name in STAGES if actions[name] == "run"] == ["preflight", "stop", "train", "deploy", "bench"]
         explained = site.run("explain", "train")
         assert "own.lr changed: 0.001 → 0.002" in explained.stdout
         assert "done before" in site.run("explain", "extract").stdout
