@@ -25,8 +25,7 @@ $(READY):
 	rm -f $(VENV)/.ready-*
 	touch $@
 
-demo: $(READY) ## the whole pipeline on this machine, about 15 minutes on 2 cores
-	$(BIN)/python -m backend.data.demo .demo
+demo: $(READY) ## the whole pipeline on this machine, about 10 minutes on 2 cores
 	$(CLI) demo
 
 demo-data: $(READY) ## make the demo's own answers anew with the real server, about 7 minutes (committed: rarely needed)

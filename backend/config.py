@@ -17,7 +17,7 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 class Section(BaseModel):
     """A config table: frozen, and a key that it does not know is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class HostConfig(Section):
@@ -75,6 +75,14 @@ class DataConfig(Section):
             raise ValueError(f"source name used twice: {', '.join(twice)}")
         return self
 
+    @model_validator(mode="after")
+    def _something_is_left_to_train_on(self) -> DataConfig:
+        if self.heldout_share + self.validation_share >= 1:
+            raise ValueError(
+                f"heldout_share {self.heldout_share} + validation_share {self.validation_share} leave nothing"
+            )
+        return self
+
 
 class CaptureConfig(Section):
     """How hidden states leave SGLang. `layers` are canonical indices (input of layer c); empty = [2, N//2, N-3]."""
@@ -82,6 +90,12 @@ class CaptureConfig(Section):
     route: Literal["plugin"] = "plugin"
     layers: list[Annotated[int, Field(ge=0)]] = []
     dump_dir: str = "/dev/shm/sglang_hs"
+
+    @model_validator(mode="after")
+    def _layers_ascend(self) -> CaptureConfig:
+        if self.layers != sorted(set(self.layers)):
+            raise ValueError(f"layers = {self.layers} must be distinct and ascending")
+        return self
 
 
 class StoreConfig(Section):
@@ -91,6 +105,19 @@ class StoreConfig(Section):
     scheme: Literal["bf16", "float32", "aux8"] = "bf16"
     shard_gb: Annotated[float, Field(gt=0)] = 2.0
     reserve_gb: Annotated[float, Field(ge=0)] | None = None
+
+
+OWNED_FLAGS = frozenset(
+    f"--{name}"
+    for name in (
+        *("model-path", "model", "host", "port", "tp-size", "tensor-parallel-size", "weight-version", "dtype"),
+        *("attention-backend", "mem-fraction-static", "max-total-tokens", "max-running-requests"),
+        *("chunked-prefill-size", "context-length", "trust-remote-code", "device"),
+        *("speculative-algorithm", "speculative-draft-model-path", "speculative-num-steps"),
+        *("speculative-eagle-topk", "speculative-num-draft-tokens"),
+    )
+)
+"""Flags of SGLang that the config sets itself: given twice, the last one would silently win."""
 
 
 class EngineConfig(Section):
@@ -105,6 +132,13 @@ class EngineConfig(Section):
     context_length: Positive | None = None
     extra_args: list[str] = []
     env: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _extra_args_contradict_nothing(self) -> EngineConfig:
+        ours = sorted({arg.partition("=")[0] for arg in self.extra_args} & OWNED_FLAGS)
+        if ours:
+            raise ValueError(f"extra_args may not set {', '.join(ours)}: the config has keys for that")
+        return self
 
 
 class ServerConfig(EngineConfig):
@@ -172,6 +206,15 @@ class DeployConfig(EngineConfig):
     spec_draft_tokens: Positive = 4
     keep: bool = True
 
+    @model_validator(mode="after")
+    def _a_chain_has_one_token_a_step(self) -> DeployConfig:
+        if self.spec_topk == 1 and self.spec_draft_tokens != self.spec_steps + 1:
+            raise ValueError(
+                f"spec_draft_tokens = {self.spec_draft_tokens}: with spec_topk = 1 it must be spec_steps + 1 = "
+                f"{self.spec_steps + 1} (SGLang would change it silently)"
+            )
+        return self
+
 
 class BenchConfig(Section):
     """The benchmark: held-out prompts × new tokens, per concurrency, beside the named baselines."""
@@ -196,3 +239,9 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     deploy: DeployConfig = DeployConfig()
     bench: BenchConfig = BenchConfig()
+
+    @model_validator(mode="after")
+    def _the_gpus_are_enough(self) -> Config:
+        if self.host.device == "cuda" and self.server.tp > self.host.gpus:
+            raise ValueError(f"[server] tp = {self.server.tp} needs more than the {self.host.gpus} GPUs of [host] gpus")
+        return self

@@ -81,7 +81,7 @@ def load(
     parsed = _anchored(parsed, anchor, environ)
     for path in _leaves(parsed.model_dump()):
         origin.setdefault(path, "default")
-    return Resolved(parsed, Path(base.label).stem if base.text else base.label, origin)
+    return Resolved(parsed, profile or Path(base.label).stem, origin)
 
 
 def profile_text(profile: str) -> str:
@@ -229,7 +229,9 @@ def _explain(error: ValidationError, layers: list[_Layer]) -> UsageError:
         elif problem["type"] == "missing":
             what = f"{path!r} is missing"
         else:
-            what = f"{path!r} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+            said = problem["msg"].removeprefix("Value error, ")
+            table = isinstance(problem["input"], (dict, BaseModel))
+            what = f"[{path}] {said}" if table else f"{path!r} = {problem['input']!r}: {said}"
         lines.append(f"{_where(path, layers)}{what}")
     return UsageError(
         "\n".join(lines),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import backend
-from backend.errors import OperatorError
+from backend.errors import OperatorError, UsageError
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date a zip can hold: times must not change the bytes
 _MAIN = b"import sys\n\nfrom backend.agent.__main__ import main\n\nsys.exit(main())\n"
@@ -54,7 +54,19 @@ def install(bundle: Bundle, folder: Path) -> Path:
 
     Raises:
         OperatorError: a file of that name has other contents (reason ``agent_damaged``).
+        UsageError: the folder cannot be written (reason ``bad_home``).
     """
+    try:
+        return _install(bundle, folder)
+    except OSError as error:
+        raise UsageError(
+            f"the agent cannot be written to {folder}: {error.strerror}",
+            fix="choose a state folder with room that you may write: [host] home or $EAGLE3_HOME",
+            reason="bad_home",
+        ) from error
+
+
+def _install(bundle: Bundle, folder: Path) -> Path:
     target = folder / bundle.name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if target.exists():

@@ -46,7 +46,7 @@ def start(home: Home, args: Mapping[str, Any]) -> dict[str, Any]:
     with exclusive(home.locks / "start.lock"):
         if pilots.pilot_attempts(wanted) and pilots.pilot_state(wanted)["state"] != "pending":
             return _attached(wanted)
-        pipeline = _unfinished(home, str(plan["key"])) or wanted
+        pipeline = pilots.to_resume(home, str(plan["key"])) or wanted
         pilot = pilots.pilot_state(pipeline)
         if pilot["state"] in _LIVE:
             return _attached(pipeline)
@@ -99,15 +99,6 @@ def _new_pilot(pipeline: Pipeline) -> Attempt:
 def _attached(pipeline: Pipeline) -> dict[str, Any]:
     attempt = pilots.pilot_attempts(pipeline)[-1].number
     return {"id": pipeline.id, "how": "attached", "attached": True, "attempt": attempt, "offset": 0}
-
-
-def _unfinished(home: Home, key: str) -> Pipeline | None:
-    """The newest pipeline with this plan whose last pilot did not succeed."""
-    for pipeline in reversed(home.pipelines()):
-        plan = read_json(pipeline.plan)
-        if plan is not None and plan.get("key") == key:
-            return None if pilots.pilot_state(pipeline)["state"] == "succeeded" else pipeline
-    return None
 
 
 def _refuse_beside(home: Home, pipeline: Pipeline) -> None:

@@ -62,6 +62,21 @@ def pilot_state(pipeline: Pipeline) -> dict[str, Any]:
     return brief(attempts[-1], state(attempts[-1].path))
 
 
+def to_resume(home: Home, key: str) -> Pipeline | None:
+    """The pipeline that a start with this plan key goes on with: the newest of that key, if its last pilot did not
+    succeed, or if a server of it still lives (loading it again would cost its whole load time)."""
+    for pipeline in reversed(home.pipelines()):
+        if (read_json(pipeline.plan) or {}).get("key") == key:
+            ended_well = pilot_state(pipeline)["state"] == "succeeded"
+            return pipeline if not ended_well or _serves(pipeline) else None
+    return None
+
+
+def _serves(pipeline: Pipeline) -> bool:
+    newest = (pipeline.current(name) for _, name, _ in pipeline.stages())
+    return any(attempt is not None and state(attempt.path).state == "ready" for attempt in newest)
+
+
 def summary(pipeline: Pipeline) -> Any:
     """What the newest pilot wrote as `summary` into its `outputs.json`; None where it wrote none."""
     attempts = pilot_attempts(pipeline)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import traceback
 from dataclasses import replace
@@ -101,6 +102,7 @@ class Pilot:
                 self.log.emit("needs_confirmation", error.as_json())
             elif not any("error" in result for result in self.results.values()):
                 self.log.emit("warning", {"text": str(error)})  # no stage failed: the pilot itself could not go on
+                print(error, file=sys.stderr, flush=True)
         except Exception as error:
             traceback.print_exc()
             code = Exit.STAGE_FAILED
@@ -211,9 +213,13 @@ class Pilot:
     def _start(self, stage: Stage, order: int, ctx: StageContext) -> Attempt:
         """A new attempt; of a service, its server too. Its task is started by `_follow`."""
         attempt = self.pipeline.new_attempt(stage.name, order)
-        if isinstance(stage, Service):
-            stage.start(ctx, attempt.path)
         self.log.emit("stage_started", self._where(attempt, "starts"), stage=stage.name, att=attempt.number)
+        if isinstance(stage, Service):
+            try:
+                stage.start(ctx, attempt.path)
+            except OperatorError as error:
+                self._failed(stage, attempt, "failed", 0.0, error)
+                raise
         return attempt
 
     def _spawn(self, name: str, task: Attempt, ctx: StageContext, material: dict[str, Any]) -> None:
@@ -258,12 +264,16 @@ class Pilot:
         )
         if error.code in _WORK_GOES_ON:  # of a stage that was stopped, the pipeline's end says: it does not
             error = OperatorError(error.what, fix=error.fix, reason=error.reason)
-        self.results[stage.name] = {"state": state.state, "seconds": seconds, "error": error.what}
-        data = {"state": state.state, "seconds": seconds, **error.as_json()}
-        self.log.emit("stage_ended", data, stage=stage.name, att=attempt.number)
+        self._failed(stage, attempt, state.state, seconds, error)
         if stage.name == "gate" or isinstance(stage, Service):
             self._stop_unproven("launch" if stage.name == "gate" else stage.name)
         raise error
+
+    def _failed(self, stage: Stage, attempt: Attempt, state: str, seconds: float, error: OperatorError) -> None:
+        self.results[stage.name] = {"state": state, "seconds": seconds, "error": error.what}
+        data = {"state": state, "seconds": seconds, **error.as_json()}
+        self.log.emit("stage_ended", data, stage=stage.name, att=attempt.number)
+        print(f"stage {stage.name} {state}: {error}", file=sys.stderr, flush=True)
 
     def _stop_unproven(self, name: str) -> None:
         """Stop a server that failed its proof; that it cannot be stopped must not hide why it failed."""

@@ -7,16 +7,13 @@ the first or resumes it.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from backend.agent.pilots import pilot_state
+from backend.agent.pilots import pilot_state, to_resume
 from backend.pilot.consent import effective_severity
 from backend.pilot.decide import Decision, Selection, decide
 from backend.pilot.history import History
-from backend.runs.atomic import read_json
 from backend.runs.fingerprint import digest
-from backend.runs.layout import Home
 from backend.stages.base import Stage, StageContext, StagePlan
 from backend.stages.disk import budget
 from backend.stages.figures import GB
@@ -29,7 +26,8 @@ def make_plan(ctx: StageContext, name: str, selection: Selection) -> dict[str, A
     key = digest({"config": config, "selection": selection.as_json()})
     decisions = decide(ctx, selection, History(ctx.home))
     products = {decision.stage: decision.product for decision in decisions if decision.product is not None}
-    ctx = replace(ctx, products=products, pipeline=_same_wish(ctx.home, key))
+    resumed = to_resume(ctx.home, key)
+    ctx = replace(ctx, products=products, pipeline=resumed.path if resumed else None)
     stages = [_entry(stage, decision, ctx) for stage, decision in zip(STAGES, decisions, strict=True)]
     running = [entry for entry in stages if entry["action"] == "run"]
     return {
@@ -46,16 +44,8 @@ def make_plan(ctx: StageContext, name: str, selection: Selection) -> dict[str, A
         "destructive": [item for entry in running for item in entry["destructive"]],
         "totals": _totals(running, ctx),
         # An unfinished pipeline of the same wish may still owe its last act: the deployed server that is to be kept.
-        "nothing_to_do": not running and ctx.pipeline is None,
+        "nothing_to_do": not running and (resumed is None or pilot_state(resumed)["state"] == "succeeded"),
     }
-
-
-def _same_wish(home: Home, key: str) -> Path | None:
-    """The newest pipeline with this key, if it has not come to its end: the one that a start would resume."""
-    for pipeline in reversed(home.pipelines()):
-        if (read_json(pipeline.plan) or {}).get("key") == key:
-            return None if pilot_state(pipeline)["state"] == "succeeded" else pipeline.path
-    return None
 
 
 def _entry(stage: Stage, decision: Decision, ctx: StageContext) -> dict[str, Any]:
@@ -89,21 +79,25 @@ def _consent(stage: Stage, severity: int, plan: StagePlan) -> dict[str, Any] | N
 def _switches(running: list[str], ctx: StageContext) -> list[dict[str, Any]]:
     """Every change of server mode, with what its reload costs."""
     load = f"{ctx.config.server.expected_load_s:,.0f} s to load"
+
+    def switch(before: str, was: str, to: str, *, loads: bool = True) -> dict[str, Any]:
+        cost = load if loads else "frees the GPUs"
+        return {"before": before, "from": was, "to": to, "cost": cost, "loads": int(loads)}
+
     out = []
     if "launch" in running:
-        out.append({"before": "launch", "from": "none", "to": "extract", "cost": load})
+        out.append(switch("launch", "none", "extract"))
     if "train" in running:
-        out.append({"before": "train", "from": "extract", "to": "none", "cost": "frees the GPUs"})
+        out.append(switch("train", "extract", "none", loads=False))
     if "deploy" in running:
-        out.append({"before": "deploy", "from": "none", "to": "serve+draft", "cost": load})
+        out.append(switch("deploy", "none", "serve+draft"))
     if "bench" in running:
-        modes = {"none": "serve", "untrained": "serve+draft (untrained)"}
-        at = "serve+draft"
+        modes, at = {"none": "serve", "untrained": "serve+draft (untrained)"}, "serve+draft"
         for baseline in ctx.config.bench.baselines:
-            out.append({"before": f"bench baseline {baseline}", "from": at, "to": modes[baseline], "cost": load})
+            out.append(switch(f"bench baseline {baseline}", at, modes[baseline]))
             at = modes[baseline]
         if ctx.config.deploy.keep and ctx.config.bench.baselines:
-            out.append({"before": "the end", "from": at, "to": "serve+draft", "cost": load})
+            out.append(switch("the end", at, "serve+draft"))
     return out
 
 
@@ -111,11 +105,16 @@ def _totals(running: list[dict[str, Any]], ctx: StageContext) -> dict[str, Any]:
     if not running:
         return {}
     needed = budget(ctx)
+    hours, gpu_hours = (sum(float(e["numbers"].get(key, 0)) for e in running) for key in ("hours", "gpu_hours"))
+    loads = sum(switch["loads"] for switch in _switches([entry["name"] for entry in running], ctx))
+    loading = loads * ctx.config.server.expected_load_s / 3600
     return {
         "tokens": needed.tokens.tokens,
         "tokens_source": needed.tokens.source,
         "disk_gb": round(needed.needed / GB, 2),
         "disk": needed.describe(),
-        "hours": round(sum(float(entry["numbers"].get("hours", 0)) for entry in running), 2),
-        "gpu_hours": round(sum(float(entry["numbers"].get("gpu_hours", 0)) for entry in running), 1),
+        "hours": round(hours + loading, 2),
+        "hours_loading": round(loading, 2),
+        "gpu_hours": round(gpu_hours + loading * ctx.config.host.gpus, 1),
+        "not_counted": "bench, merge and what the gate takes",
     }

@@ -58,7 +58,11 @@ class Home:
         except FileNotFoundError:
             return
         if not stat.S_ISDIR(info.st_mode):
-            raise Refused(f"{self.path} is not a folder", reason="insecure_home")
+            raise UsageError(
+                f"the state folder {self.path} is not a folder",
+                fix=f"name another one by [host] home or ${HOME_VARIABLE}",
+                reason="bad_home",
+            )
         if info.st_uid != os.geteuid():
             raise Refused(
                 f"{self.path} belongs to uid {info.st_uid}, we are uid {os.geteuid()}",
@@ -82,10 +86,17 @@ class Home:
 
     def create(self) -> Home:
         """Make the folder and its fixed children, mode 0700; an existing one is checked. Returns itself."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check()
-        for child in (self.locks, self.agents, self.path / "pipelines"):
-            child.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check()
+            for child in (self.locks, self.agents, self.path / "pipelines"):
+                child.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"the state folder {self.path} cannot be used: {error.strerror}",
+                fix=f"choose a folder of your own with room, by [host] home or ${HOME_VARIABLE}",
+                reason="bad_home",
+            ) from error
         return self
 
     @property

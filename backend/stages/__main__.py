@@ -22,6 +22,25 @@ from backend.stages.handover import read_input, record_outputs
 from backend.stages.registry import stage_named
 
 
+class LoggedReporter(AttemptReporter):
+    """Events for the pipeline, and the words among them for whoever reads the attempt's log."""
+
+    def note(self, text: str) -> None:
+        """Also a line in the log."""
+        print(text, flush=True)
+        super().note(text)
+
+    def warning(self, text: str) -> None:
+        """Also a line in the log."""
+        print(f"warning: {text}", flush=True)
+        super().warning(text)
+
+    def check(self, check: Check) -> None:
+        """Also a line in the log."""
+        print(f"{ {True: 'ok', False: 'FAILED', None: 'n/a'}[check.ok] } {check.name}: {check.evidence}", flush=True)
+        super().check(check)
+
+
 class Stopped(BaseException):
     """SIGTERM arrived: unwind, so that writers close what they hold. Not an Exception: nothing may swallow it.
 
@@ -35,7 +54,7 @@ def main(argv: list[str]) -> int:
     name, attempt = argv[0], Path(argv[1])
     signal.signal(signal.SIGTERM, _stop)
     try:
-        with AttemptReporter(attempt) as reporter:
+        with LoggedReporter(attempt) as reporter:
             ctx, fingerprint = read_input(attempt, reporter)
             stage = stage_named(name)
             outputs, checks = execute(stage, ctx)

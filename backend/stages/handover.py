@@ -84,9 +84,9 @@ def record_outputs(
 
 
 def read_product(attempt: Path, stage: str) -> Product | None:
-    """What an attempt made; None if it has not come to its end."""
+    """What an attempt made; None if it has not come to its end, or was written in a form of another version."""
     record = read_json(attempt / OUTPUTS)
-    if record is None or "fingerprint" not in record:
+    if record is None or not record.keys() >= {"fingerprint", "outputs", "identity"}:
         return None
     return Product(stage, record["fingerprint"], record["outputs"], record["identity"], attempt)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import itertools
 import os
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 
 from backend.agent import gpu, host
 from backend.data.sources import Source, SourceSpec
+from backend.engine.layers import validate_layers
 from backend.engine.procfs import argv, listeners, start_ticks, started_at
 from backend.errors import Exit, OperatorError
 from backend.report import Check
@@ -25,7 +27,7 @@ from backend.stages.disk import Volume, volumes
 from backend.stages.figures import GB, disk_budget, target_figures, token_figures
 from backend.stages.merge import specs
 from backend.stages.purge import deletions, kept
-from backend.stages.server import owner_of
+from backend.stages.server import layers_of, owner_of
 
 SGLANG_PLUGINS_SINCE = (0, 5, 11)
 SHM_WANTED = 1 * GB
@@ -95,6 +97,10 @@ def check_target(ctx: StageContext) -> list[Check]:
     evidence = (
         f"{folder.name}: {found.num_layers} layers × {found.hidden_size}, {found.weight_bytes / GB:,.2f} GB of weights"
     )
+    try:
+        validate_layers(layers_of(ctx), found.num_layers)
+    except OperatorError as error:
+        return [Check("capture layers", False, error.what, fix=error.fix)]
     checks = [
         Check("target", found.weight_bytes > 0, evidence, fix=f"{folder} holds no *.safetensors: finish its download")
     ]
@@ -241,7 +247,26 @@ def _check_source(spec: SourceSpec) -> Check:
     return Check(name, True, f"{len(source.files)} files, {source.size:,} bytes, {source.files[0]}")
 
 
+def check_folders(ctx: StageContext) -> list[Check]:
+    """State, store, data, training and dumps stand apart: a purge or a clean-up of one must never meet another."""
+    config = ctx.config
+    folders = {
+        "[host] home": ctx.home.path,
+        "[store] root": ctx.path(config.store.root),
+        "[data] out": ctx.path(config.data.out),
+        "[train] out": ctx.path(config.train.out),
+        "[capture] dump_dir": ctx.path(config.capture.dump_dir),
+    }
+    for (one, a), (other, b) in itertools.combinations(folders.items(), 2):
+        if a == b or a.is_relative_to(b) or b.is_relative_to(a):
+            return [
+                Check("folders", False, f"{one} {a} and {other} {b} overlap", fix=f"give {other} a folder of its own")
+            ]
+    return [Check("folders", True, f"{len(folders)} folders, none inside another")]
+
+
 CHECKS = (
+    check_folders,
     check_interpreter,
     check_target,
     check_sources,

@@ -148,7 +148,7 @@ def start_server(ctx: StageContext, attempt: Path, mode: ServerMode, draft: Path
     if taken:
         pids = sorted({pid for listener in taken for pid in listener.pids})
         raise OperatorError(
-            f"port {spec.port} is taken by pid {pids or '(another user)'}",
+            f"port {spec.port} is taken by {', '.join(f'pid {pid}' for pid in pids) or 'another user'}",
             fix="let the stop stage end it if it is ours, else end it yourself or set [server] port",
             reason="port_taken",
         )

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from backend.errors import Exit, Refused, UsageError
+from backend.errors import Exit, OperatorError, Refused, UsageError
 from console import auto, consent, session
 from console.commands.plan import make_plan, selection
 from console.consent import Consent
@@ -35,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     saved = _read_plan(Path(args.plan_file)) if args.plan_file else None
     where = session.site(args, needs_config=True)
+    if args.command == "demo":
+        _prepare_demo(where)
     view = auto.view_for(args.output, where.host)
     try:
         plan = asyncio.run(_plan(args, where, saved, _left(args, began)))
@@ -55,6 +58,24 @@ def run(args: argparse.Namespace) -> int:
         return interrupt.code
     finally:
         view.close()
+
+
+def _prepare_demo(where: Site) -> None:
+    """Make the demo's target and sources, with the interpreter that has the packages they come from.
+
+    Raises:
+        OperatorError: that interpreter cannot; its own words were printed.
+    """
+    assert where.config is not None
+    folder = where.config.config.host.work
+    done = subprocess.run([where.python, "-m", "backend.data.demo", folder], check=False)
+    if done.returncode != 0:
+        raise OperatorError(
+            f"the demo's model and data could not be made in {folder}",
+            fix=f"`make demo` installs what {where.python} needs for it",
+            reason="demo_not_prepared",
+            code=Exit.PREFLIGHT_FAILED,
+        )
 
 
 async def _plan(args: argparse.Namespace, where: Site, saved: dict[str, Any] | None, left: float | None) -> Any:

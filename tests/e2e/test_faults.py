@@ -55,7 +55,7 @@ def test_a_port_taken_by_something_that_answers_200_is_refused_and_named(site: S
     ("old", "new", "words"),
     [
         ('scheme = "float32"', 'scheme = "float32"\nreserve_gb = 1e9', "kept in reserve"),
-        ('device = "cpu"', 'device = "cuda"', "NVML"),
+        ('device = "cpu"\ngpus = 0', 'device = "cuda"\ngpus = 1', "NVML"),
         ("sources/own.jsonl", "sources/gone.jsonl", "gone.jsonl does not exist"),
     ],
     ids=["disk budget too small", "no GPU", "source missing"],

@@ -96,3 +96,22 @@ def test_the_search_order_is_the_documented_one(tmp_path: Path) -> None:
 def test_relative_paths_stand_under_the_files_folder(tmp_path: Path) -> None:
     path = write(tmp_path / "eagle3.toml", profile_text("demo"))
     assert load(config=path, environ=ENV).config.host.work == str(tmp_path / ".demo")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("lr = 1e-3", "lr = inf", r"'train\.lr' = inf"),
+        ("spec_draft_tokens = 4", "spec_draft_tokens = 50", r"it must be spec_steps \+ 1 = 4"),
+        ("heldout_share = 0.13", "heldout_share = 0.96", "leave nothing"),
+        ('device = "cpu"', 'device = "cuda"', "needs more than the 0 GPUs"),
+        ("tp = 1", 'tp = 1\nextra_args = ["--port", "1"]', "extra_args may not set --port"),
+        ('route = "plugin"', "layers = [2, 2, 5]", "must be distinct and ascending"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_before_anything_loads(
+    tmp_path: Path, old: str, new: str, match: str
+) -> None:
+    path = write(tmp_path / "eagle3.toml", profile_text("demo").replace(old, new, 1))
+    with pytest.raises(UsageError, match=match):
+        load(config=path, environ=ENV)

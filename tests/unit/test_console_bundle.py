@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.errors import OperatorError
+from backend.errors import OperatorError, UsageError
 from console import bundle
 
 
@@ -56,6 +56,6 @@ def test_an_install_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(bundle.os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UsageError, match="No space"):
         bundle.install(bundle.build(), tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from backend.agent.pilots import to_resume
 from backend.errors import OperatorError, Refused, UsageError
 from backend.pilot.consent import Consent
 from backend.pilot.decide import Selection, decide
 from backend.pilot.drive import Pilot
 from backend.pilot.explain import explain
 from backend.pilot.history import History
-from backend.pilot.plan import _same_wish, make_plan
+from backend.pilot.plan import make_plan
 from backend.report import Check, Silent
 from backend.resolve import load
 from backend.runs.atomic import write_json
@@ -107,7 +108,7 @@ def test_the_plan_of_the_reference_run_can_be_made_without_its_host(ctx: StageCo
     assert "stop" not in consents, "no old server runs: there is nothing to agree to"
     assert [switch["to"] for switch in plan["switches"]] == ["extract", "none", "serve+draft", "serve", "serve+draft"]
     assert plan["totals"]["disk_gb"] == pytest.approx(5073, abs=10)
-    assert plan["totals"]["gpu_hours"] == pytest.approx(10.6, abs=0.1)
+    assert plan["totals"]["gpu_hours"] == pytest.approx(26.6, abs=0.1)
     launch = next(entry for entry in plan["stages"] if entry["name"] == "launch")["launch"]
     assert "--mem-fraction-static" in launch["defaults"]
 
@@ -148,8 +149,8 @@ def test_an_unfinished_pipeline_of_the_same_wish_is_resumed_even_if_every_stage_
     key = make_plan(ctx, "x", Selection())["key"]
     pipeline = ctx.home.pipeline("01TEST").create()
     write_json(pipeline.plan, {"key": key})
-    assert _same_wish(ctx.home, key) == pipeline.path
-    assert _same_wish(ctx.home, "another") is None
+    assert to_resume(ctx.home, key) == pipeline
+    assert to_resume(ctx.home, "another") is None
 
 
 def test_a_result_that_cannot_even_be_checked_is_made_again(ctx: StageContext) -> None:
