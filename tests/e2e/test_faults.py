@@ -109,7 +109,7 @@ def test_a_server_that_dies_while_loading_ends_the_gate_with_its_last_error(site
 
 
 def test_kills_and_interrupts_in_mid_extraction_lose_nothing(tmp_path: Path) -> None:
-    site = Site(tmp_path, records=900)
+    site = Site(tmp_path, records=1800)
     site.change("concurrency = 4", "concurrency = 1")
     try:
         _kill_the_extractor(site)
@@ -119,8 +119,8 @@ def test_kills_and_interrupts_in_mid_extraction_lose_nothing(tmp_path: Path) -> 
         done = site.auto("--to", "extract")
         assert done.returncode == 0, done.stderr
         with Store.open(Path(site.outputs("extract")["store"])) as store:
-            assert len(store) == site.outputs("merge")["records"] == 1200
-            assert len(set(store.ids)) == 1200
+            assert len(store) == site.outputs("merge")["records"] == 2400
+            assert len(set(store.ids)) == 2400
         starts = len(site.pipeline.attempts("merge"))
         assert starts == 1, "finished stages are not run again"
     finally:
