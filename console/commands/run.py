@@ -68,6 +68,7 @@ def _prepare_demo(where: Site) -> None:
     """
     assert where.config is not None
     folder = where.config.config.host.work
+    session.to_stderr(f"the demo's model and data in {folder} (made once, half a minute)")
     done = subprocess.run([where.python, "-m", "backend.data.demo", folder], check=False)
     if done.returncode != 0:
         raise OperatorError(
