@@ -29,7 +29,6 @@ class Extraction:
     """Counters of one extraction. `failed` maps record ids to the reason of their last failure."""
 
     total: int
-    tokens_total: int
     done: int = 0
     tokens: int = 0
     bytes: int = 0
@@ -66,7 +65,7 @@ class Extractor:
         """
         wanted = sorted(records, key=lambda record: len(record.input_ids))
         todo = [record for record in wanted if record.id not in self.writer.done_ids]
-        state = Extraction(len(wanted), sum(len(record.input_ids) for record in todo), done=len(wanted) - len(todo))
+        state = Extraction(len(wanted), done=len(wanted) - len(todo))
         self.began = time.monotonic()
         queue = iter(todo)
         try:
